@@ -23,7 +23,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 traces: setup  ## trace every model of the catalogue again and rewrite its shipped ModelSpec
 	$(BIN)/python -m lazytrain.models.regenerate

@@ -275,3 +275,17 @@ def test_interrupt_stops_cleanly(cpu_plan: Path, cpu_machine: Path, text: Path, 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(rows) == summary["steps"] >= 2
     assert "interrupted" in refused("report", str(folder), code=1)
+
+
+def test_demo_goes_all_the_way_round(tmp_path: Path) -> None:
+    found = as_json("demo", "--steps", "2", "-o", str(tmp_path / "run"))
+    assert found["plan"]["feasible"]
+    actions = {
+        a for layer in json.loads((tmp_path / "run" / "plan.json").read_text())["layers"] for a, n in layer.items() if n
+    }
+    assert len(actions) >= 2, "the memory limits must force a choice"
+    assert {row["policy"] for row in found["policies"]} >= {"lazytrain", "megatrain", "uniform-k"}
+    report = found["report"]
+    assert report["run"]["steps"] == 2
+    assert report["step_seconds"]["measured"] > 0
+    assert report["peak_bytes"]["measured"] > 0

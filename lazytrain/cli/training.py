@@ -279,7 +279,7 @@ def _demo(folder: Path, steps: int, quiet: bool) -> None:
 def show_machine(machine: Machine) -> None:
     gpu, host, link = machine.gpu, machine.host, machine.link
     text = (
-        f"{gpu.name}, {gpu.compute_threads or 0} compute threads; limited to {format_bytes(float(gpu.memory))} of device "
+        f"{gpu.name}, {gpu.compute_threads or 0} compute threads; {format_bytes(float(gpu.memory))} of device "
         f"and {format_bytes(float(host.memory))} of host memory; copies {format_rate(float(link.h2d))} in, "
         f"{format_rate(float(link.d2h))} out; "
         f"CPU AdamW {float(host.adamw['fp32']) / 1e9:.2f} G params/s; DRAM {format_rate(float(host.dram_bandwidth))}"

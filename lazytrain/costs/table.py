@@ -16,11 +16,11 @@ from lazytrain.models.spec import DTYPE_BYTES, LayerKind, LayerTrace, ModelSpec
 
 # FLOPs of an attention backward over its forward: flash kernels recompute the scores, five products against two.
 ATTENTION_BACKWARD = 2.5
-# Bytes that loss kernels read and write per logit, by compute dtype: logits out, fp32 copy, log-sum-exp, softmax minus
-# one-hot, and the two products that read it (count of the passes in executor/loss.py).
-LOSS_BYTES_PER_LOGIT = {"bf16": 30.0, "fp32": 28.0}
-# Bytes alive at once per logit of the chunk in flight: logits, their fp32 copy (none in fp32) and the fp32 gradient.
-LOSS_LIVE_BYTES_PER_LOGIT = {"bf16": 12.0, "fp32": 12.0}
+# Bytes that the loss reads and writes per logit, by compute dtype, counted over the passes of executor/loss.py: logits
+# out, fp32 copy (bf16 only), log-softmax (two reads, one write), exponential, scale, copy back (bf16), two products.
+LOSS_BYTES_PER_LOGIT = {"bf16": 46.0, "fp32": 40.0}
+# Bytes alive at once per logit of the chunk in flight: the logits and, in bf16, their fp32 copy.
+LOSS_LIVE_BYTES_PER_LOGIT = {"bf16": 6.0, "fp32": 4.0}
 ADAM_MOMENT_BYTES = 8  # two fp32 moments
 
 
@@ -87,13 +87,8 @@ class CostTable:
         logits = chunk * model.vocab_size * LOSS_LIVE_BYTES_PER_LOGIT[job.compute_dtype]
         # Beside the chunk's logits: the chunk's normed input, its fp32 copies and the gradients of both.
         hidden = chunk * model.hidden_size * (2 * self.element_bytes + 3 * 4)
-        weight_gradient = model.vocabulary_parameters * self.element_bytes
         return self._unit(
-            "head",
-            parameters,
-            forward_s=seconds,
-            forward_workspace_bytes=logits + hidden + weight_gradient,
-            model_flops=flops,
+            "head", parameters, forward_s=seconds, forward_workspace_bytes=logits + hidden, model_flops=flops
         )
 
     @property
@@ -103,9 +98,11 @@ class CostTable:
 
     def _layer(self, kind: LayerKind) -> UnitCost:
         trace = self._trace(kind)
-        t, s = self.tokens, self.job.seq_len
+        # Kernels that work in chunks of positions pad each sequence to a whole number of them.
+        s = math.ceil(self.job.seq_len / trace.sequence_multiple) * trace.sequence_multiple
+        t = self.tokens // self.job.seq_len * s
         matmul, attention = trace.matmul_flops.at(t, s), trace.attention_flops.at(t, s)
-        forward_s, backward_s = self._layer_seconds(kind, trace, matmul, attention)
+        forward_s, backward_s = self._layer_seconds(kind, matmul, attention, trace.memory_bytes.at(t, s))
         largest_weight = max(math.prod(shape) for shape in kind.parameters.values())
         return self._unit(
             kind.name,
@@ -156,7 +153,7 @@ class CostTable:
 
     # --- compute ---------------------------------------------------------------------------------------------------
     def _layer_seconds(
-        self, kind: LayerKind, trace: LayerTrace, matmul: float, attention: float
+        self, kind: LayerKind, matmul: float, attention: float, memory_bytes: float
     ) -> tuple[float, float]:
         """Forward and backward seconds of a layer call: whole-layer rates where measured, else the sum of its parts."""
         gpu, dtype = self.machine.gpu, self.job.compute_dtype
@@ -166,7 +163,7 @@ class CostTable:
             forward = total / (gpu.layer_rate_forward[dtype].at(total) * scale)
             return forward, 2 * total / (gpu.layer_rate_backward[dtype].at(total) * scale)
         products = sum(1 for shape in kind.parameters.values() if len(shape) == 2)
-        memory_s = trace.memory_bytes.at(self.tokens, self.job.seq_len) / self._memory_rate()
+        memory_s = memory_bytes / self._memory_rate()
         matmul_s = self._matmul_s(matmul, matmul / max(products, 1))
         attention_s = self._attention_s(attention)
         return matmul_s + attention_s + memory_s, 2 * matmul_s + ATTENTION_BACKWARD * attention_s + 2 * memory_s
