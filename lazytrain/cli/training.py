@@ -221,7 +221,7 @@ def demo(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the run in this new folder instead of a temporary one.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", "-n", help="Training steps.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", "-n", help="Training steps.")] = 15,
     as_json: JsonOption = False,
 ) -> None:
     """Go all the way round once: calibrate, plan, compare, simulate, train, and lay prediction beside measurement."""

@@ -18,7 +18,7 @@ from lazytrain.schedule.plan import LayerDecision
 
 MODEL = "demo-qwen3"
 TEXT = Path(__file__).parent / "data" / "us_founding_documents.txt"
-BATCH, SEQ, MICRO_BATCHES = 8, 128, 4
+BATCH, SEQ, MICRO_BATCHES = 16, 128, 4
 LEARNING_RATE = 1e-3
 # Shares of the memory between "recompute everything" and "keep everything" that the demo's device and host get: enough
 # for some layers and not for all, so that the planner has to choose what to keep, move and recompute.

@@ -17,7 +17,7 @@ from lazytrain.executor.engine import Engine, Interval
 from lazytrain.executor.layout import DTYPES
 from lazytrain.executor.model import Network
 from lazytrain.executor.operations import DeviceBatch, Operations
-from lazytrain.executor.peak import peak_bytes, reset_peak, resident_bytes, steady_allocator
+from lazytrain.executor.peak import peak_bytes, reset_peak, resident_bytes, steady_allocator, warm_up
 from lazytrain.executor.runtime import Runtime, make_runtime
 from lazytrain.executor.settings import OptimizerSettings
 from lazytrain.executor.store import HostStore
@@ -117,6 +117,7 @@ def train(
     began = time.perf_counter()
     if device == "cpu":
         steady_allocator()
+        warm_up()
     reset_peak()
     result = TrainResult(baseline_bytes=resident_bytes())
     runtime = make_runtime(device, compute_threads, cpu_threads)
