@@ -16,6 +16,7 @@ from lazytrain.planner.program import Shape, StepModel
 from lazytrain.planner.solve import solve
 from lazytrain.schedule.plan import Action, LayerDecision, Plan
 from tests import builders
+from tests.strategies import decisions
 
 SLOW_LINK = ("2 GB/s", "byte_rate")
 ACTIONS = [Action.KEEP_GPU, Action.KEEP_HOST, Action.BOUNDARY_GPU, Action.BOUNDARY_HOST]
@@ -210,3 +211,37 @@ def test_megatrain_recomputes_ten_n() -> None:
     assert busy["compute"] == pytest.approx(expected)  # type: ignore[index]
     loads = [op for op in outcome.program.ops if op.kind == "load_weights" and 1 <= op.unit <= 8]
     assert len(loads) == 3 * 8
+
+
+@given(
+    data=st.data(), layers=st.sampled_from([2, 4, 8]), M=st.sampled_from([1, 2, 4]), link=st.floats(0.5, 50),
+    adamw=st.floats(0.1, 4),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_program_never_overrates_a_plan(
+    data: st.DataObject, layers: int, M: int, link: float, adamw: float
+) -> None:
+    """With any plan's decisions fixed, the program's period is at most the simulated one: so its bound is a bound."""
+    spec = builders.model(layers, hidden=256, parameters=2_000_000, saved_per_token=8000)
+    machine = builders.machine(
+        link__h2d=(f"{link:.3f} GB/s", "byte_rate"), link__d2h=(f"{link:.3f} GB/s", "byte_rate"),
+        host__adamw=(f"{adamw:.3f} Gparams/s", "param_rate"), host__dram_bandwidth=("5 TB/s", "byte_rate"),
+    )  # fmt: skip
+    job = builders.job(batch=4, seq=512)
+    chosen = [layer for layer in data.draw(decisions(layers, M)) if not layer.dropped]
+    chosen += [LayerDecision(boundary_gpu=M)] * (layers - len(chosen))
+    model = StepModel(CostTable(spec, machine, job, M), Shape())
+    for i, layer in enumerate(chosen):
+        for action in model.actions:
+            model.m.n[i, action.value].fix(layer.count(action))
+        model.m.drop[i].fix(0)
+        model.m.resident[i].fix(int(layer.resident))
+    fixed = solve(model, time_limit_s=10, gap=1e-6)
+    shape = Shape()
+    plan = PolicyMaker(spec, machine, job).plan(
+        "fixed", M, chosen, weight_buffers=shape.weight_buffers, gradient_buffers=shape.gradient_buffers,
+        transfer_window=shape.transfer_window,
+    )  # fmt: skip
+    simulated = evaluate(plan, spec, machine, dram_sharing=False).step_seconds
+    assert fixed.objective <= simulated * 1.001
+    assert fixed.objective >= simulated * 0.75

@@ -58,6 +58,16 @@ class StepModel:
         self.nvme = "nvme" in homes
         compute = self.M * sum(2 * c.forward_s + c.backward_s for c in costs.units)
         self.time_unit_s = max(compute, sum(costs.update_s(c) for c in costs.units)) / 10
+        # No start time can lie further from another than all work of a step done serially.
+        self.horizon = self._t(
+            sum(
+                self.M * (2 * c.forward_s + c.backward_s)
+                + 2 * costs.h2d_s(c.weight_bytes)
+                + costs.d2h_s(c.parked_bytes)
+                + costs.update_s(c)
+                for c in costs.units
+            )
+        )
         self.m = pyo.ConcreteModel()
         self.penalty: Any = 0
         self._decisions()
@@ -107,6 +117,10 @@ class StepModel:
 
     def _bytes(self, layer: int, *homes: str) -> Any:
         return sum(self._size(layer, a) / GB * self.m.n[layer, a.value] for a in self.actions if a.home in homes)
+
+    def _away(self) -> tuple[str, ...]:
+        """Homes off the GPU that the program may use."""
+        return ("host", "nvme") if self.nvme else ("host",)
 
     # --- decisions -------------------------------------------------------------------------------------------------
     def _decisions(self) -> None:
@@ -215,6 +229,8 @@ class StepModel:
             return time
         if unit == 0:
             return time * (1 - m.embedding_resident)
+        if unit <= min(self.shape.weight_buffers, self.L):
+            return 0.0  # still in its slot from the backward of the pass before
         return time * (1 - (m.head_resident if unit == self.L + 1 else m.resident[unit - 1]))
 
     def _reload_time(self, i: int) -> Any:
@@ -227,6 +243,10 @@ class StepModel:
             time += self._t(costs.h2d_s(costs.layers[i - 1].weight_bytes)) * m.reload[i]
         return time
 
+    def _if_resident(self, layers: range) -> Any:
+        """Large where one of the layers is resident: a slot is then free earlier, and the rule is waived."""
+        return self.horizon * sum(self.m.resident[i] for i in layers) if self.allow_resident else 0
+
     def _load_chain(self, b: Any, period: Any, *, last: bool) -> None:
         """Weight loads go in order, each before its layer computes and after its slot's previous user."""
         L, D = self.L, self.shape.weight_buffers
@@ -238,8 +258,9 @@ class StepModel:
             else:
                 b.rules.add(b.loss >= end)
                 b.rules.add(b.reload[L - 1] >= end)
-            if u - D >= 1 and u <= L:
-                b.rules.add(b.load[u] >= b.forward[u - D] + self._forward_time(u - D))
+            if D < u <= L:
+                previous_user = b.forward[u - D] + self._forward_time(u - D)
+                b.rules.add(b.load[u] >= previous_user - self._if_resident(range(u - D - 1, u)))
         if not self.tied:  # embedding and head share one place
             b.rules.add(b.load[L + 1] >= b.forward[0] + self._forward_time(0))
         for i in range(L - 1, -1, -1):
@@ -247,13 +268,14 @@ class StepModel:
             b.rules.add(b.backward[i] >= end)
             b.rules.add(b.fetch[i] >= end)
             if i + D < L:
-                b.rules.add(b.reload[i] >= b.backward[i + D] + self._backward_time(i + D))
+                previous_user = b.backward[i + D] + self._backward_time(i + D)
+                b.rules.add(b.reload[i] >= previous_user - self._if_resident(range(i, i + D + 1)))
             b.rules.add((b.reload[i - 1] if i else b.load[0] + period) >= b.fetched[i])
 
     def _fetch_chain(self, b: Any, period: Any) -> None:
         """Offloaded tensors come back in order of need, after their window's previous user, before their backward."""
         costs, L, M, W = self.costs, self.L, self.M, self.shape.transfer_window
-        away = tuple(h for h in ("host", "nvme") if h == "host" or self.nvme)
+        away = self._away()
         for i in range(L):
             layer = costs.layers[i]
             time = self._transfer(i, costs.h2d_s, away)
@@ -268,12 +290,24 @@ class StepModel:
                 window = b.backward[i + W]
                 b.rules.add(b.fetch[i] >= window + self._t(costs.layers[i + W].backward_s))
                 b.rules.add(b.fetched[i] >= window + self._t(costs.layers[i + W].backward_s) * count + time / M)
-            b.rules.add(b.fetch[i] >= b.sent[i + 1])
+            # Nothing comes back before it has left: boundaries after the unit below, saved tensors after this layer,
+            # where the next layer's boundaries leave among them.
+            among = self._boundary_sends(i + 1)
+            one = self._transfer(i, costs.d2h_s, away) / M
+            b.rules.add(b.fetched[i] >= b.sent[i] + time / M)
+            b.rules.add(b.fetched[i] >= b.sent[i + 1] - among + time / M)
+            b.rules.add(b.fetch[i] >= b.send[i] + one)
+
+    def _boundary_sends(self, i: int) -> Any:
+        """Time in which the offloaded input boundaries of a layer leave the GPU."""
+        if i >= self.L:
+            return 0
+        return self._t(self.costs.d2h_s(self.costs.boundary_bytes)) * self._count(i, *self._away(), keeps=False)
 
     def _send_chain(self, b: Any) -> None:
         """What leaves goes in order of its making, starts after it is made, and is gone before the window moves on."""
         costs, L, M, W = self.costs, self.L, self.M, self.shape.transfer_window
-        away = tuple(h for h in ("host", "nvme") if h == "host" or self.nvme)
+        away = self._away()
         for u in range(L + 1):
             time = self._sent_after(u, costs.d2h_s, away)
             self.penalty += time
@@ -330,27 +364,34 @@ class StepModel:
             if i + W < L:
                 b.rules.add(b.drive_read[i] >= b.backward[i + W] + self._t(costs.layers[i + W].backward_s))
 
+    def _adding(self, last: bool) -> float:
+        """Share of passes of this sort whose gradients are added to parked ones: all but the step's first."""
+        if self.A == 1:
+            return 0.0
+        return 1.0 if last else (self.A - 2) / (self.A - 1)
+
     def _cpu_chain(self, b: Any, period: Any, *, last: bool) -> None:
         """Norms follow gradients; after the last one updates run in forward order, each before its unit is loaded."""
         costs, L = self.costs, self.L
+        adding = self._adding(last)
         units = range(L + 2)
         b.cpu = pyo.Var(units, bounds=(0, None))
         for u in units:
             cost = costs.units[u]
             b.rules.add(b.cpu[u] >= b.gradient[u] + self._t(costs.d2h_s(cost.parked_bytes)))
-            time = (costs.norm_s(cost) if last else 0.0) + (costs.accumulate_s(cost) if self.A > 1 else 0.0)
+            time = (costs.norm_s(cost) if last else 0.0) + adding * costs.accumulate_s(cost)
             if u > 0:
                 b.rules.add(b.cpu[u - 1] >= b.cpu[u] + self._t(time))
             elif not last:
                 b.rules.add(b.cpu[L + 1] + period >= b.cpu[0] + self._t(time))
             if self.A > 1 and u + STAGING_SLOTS < L + 2:
                 behind = costs.units[u + STAGING_SLOTS]
-                b.rules.add(b.gradient[u] >= b.cpu[u + STAGING_SLOTS] + self._t(costs.accumulate_s(behind)))
+                b.rules.add(b.gradient[u] >= b.cpu[u + STAGING_SLOTS] + self._t(adding * costs.accumulate_s(behind)))
         if not last:
             return
         b.update = pyo.Var(units, bounds=(0, None))
         first = costs.embedding
-        norms = costs.norm_s(first) + (costs.accumulate_s(first) if self.A > 1 else 0.0)
+        norms = costs.norm_s(first) + adding * costs.accumulate_s(first)
         b.rules.add(b.update[0] >= b.cpu[0] + self._t(norms))
         for u in units:
             end = b.update[u] + self._t(costs.update_s(costs.units[u]))
@@ -360,14 +401,14 @@ class StepModel:
     def _bandwidth(self, b: Any, period: Any, *, last: bool) -> None:
         """Host memory traffic of links, drive and CPU fits the DRAM bandwidth over the period."""
         costs, L = self.costs, self.L
-        away = tuple(h for h in ("host", "nvme") if h == "host" or self.nvme)
+        away = self._away()
         traffic: Any = 0
         for u, cost in enumerate(costs.units):
             traffic += cost.weight_bytes + cost.parked_bytes
             if last:
                 traffic += cost.parked_bytes + costs.update_dram_bytes(cost, 4)
             if self.A > 1:
-                traffic += costs.accumulate_dram_bytes(cost)
+                traffic += self._adding(last) * costs.accumulate_dram_bytes(cost)
             if 1 <= u <= L:
                 traffic += cost.weight_bytes * (1 - self.m.resident[u - 1]) if self._streams_back(u - 1) else 0.0
                 traffic += 2 * GB * self._bytes(u - 1, *away) + 2 * GB * self._bytes(u - 1, "nvme")
@@ -412,7 +453,7 @@ class StepModel:
         m.kept_rule = pyo.Constraint(
             range(L), rule=lambda m, i: m.kept[i] == (m.kept[i - 1] if i else 0) + self._bytes(i, "gpu")
         )
-        away = tuple(h for h in ("host", "nvme") if h == "host" or self.nvme)
+        away = self._away()
         m.gpu = pyo.ConstraintList()
         for i in range(L):
             layer = costs.layers[i]

@@ -118,8 +118,8 @@ class _Builder:
         return self.actions[unit - 1][micro]
 
     # --- weights ---------------------------------------------------------------------------------------------------
-    def load(self, unit: int, p: int, extra: list[int] | None = None) -> tuple[int, int]:
-        """The operation that brings a unit's weights and the slot they are in; loads only if they are not there."""
+    def load(self, unit: int, p: int, extra: list[int] | None = None, *, reuse: bool = False) -> tuple[int, int]:
+        """The operation that brings a unit's weights, and their slot; with ``reuse`` an earlier load if still there."""
         size = self.costs.units[unit].weight_bytes
         seconds = self.costs.h2d_s(size)
         if self.resident(unit):
@@ -144,8 +144,8 @@ class _Builder:
                 self.vocabulary_first_load = op
             return op, -1
         slots = self.slots
-        if unit in slots.unit and self.plan.style.backward_prefetch:
-            slot = slots.unit.index(unit)
+        if reuse and unit in slots.unit and self.plan.style.backward_prefetch:
+            slot = max((s for s in range(slots.count) if slots.unit[s] == unit), key=lambda s: slots.load[s])
             return slots.load[slot], slot
         slot = min(range(slots.count), key=lambda s: slots.last_user[s])
         op = self.add(
@@ -173,7 +173,8 @@ class _Builder:
     def forward(self, p: int) -> None:
         costs, M = self.costs, self.M
         for unit in range(self.L + 1):
-            weights, slot = self.load(unit, p)
+            # A pass ends with the lowest layers in their slots, where the next pass finds them.
+            weights, slot = self.load(unit, p, reuse=p > 0 and unit <= self.plan.weight_buffers)
             cost = costs.units[unit]
             for m in range(M):
                 keep = unit > 0 and self.action(unit, m).keeps
@@ -372,7 +373,8 @@ class _Builder:
         cost = costs.units[unit]
         in_segment = unit < self.L and bool(plan.layers[unit].dropped)  # boundary already fetched for the layers above
         gate = [] if plan.style.backward_prefetch else [self.last_compute()]
-        weights, slot = self.load(unit, p, gate)
+        # Forward ends with the topmost layers in their slots.
+        weights, slot = self.load(unit, p, gate, reuse=unit > self.L - self.plan.weight_buffers)
         gradient_slot = (self.L - unit) % plan.gradient_buffers
         op = -1
         for m in range(M):
