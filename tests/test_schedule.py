@@ -135,7 +135,7 @@ def test_weight_slots_are_never_overwritten_in_use(data: st.DataObject, M: int, 
 
 def test_actions_follow_the_fixed_order() -> None:
     layer = LayerDecision(keep_gpu=1, keep_host=2, boundary_gpu=1)
-    assert layer.actions() == [Action.KEEP_HOST, Action.KEEP_HOST, Action.BOUNDARY_GPU, Action.KEEP_GPU]
+    assert layer.actions() == [Action.KEEP_GPU, Action.BOUNDARY_GPU, Action.KEEP_HOST, Action.KEEP_HOST]
     assert set(ACTION_ORDER) == set(Action)
 
 

@@ -243,6 +243,11 @@ def _pairs(path: Path, texts: list[list[str]], tokenizer: Tokenizer, seq_len: in
     if not starts:
         raise FileFormatError(path, f"no row has a response token within {seq_len} tokens")
     return TokenData(
-        torch.tensor(flat, dtype=torch.int32), torch.tensor(starts), torch.tensor(lengths), torch.tensor(masked),
-        seq_len, tokenizer.pad_id, skipped=len(texts) - len(starts),
+        torch.tensor(flat, dtype=torch.int32),
+        torch.tensor(starts),
+        torch.tensor(lengths),
+        torch.tensor(masked),
+        seq_len,
+        tokenizer.pad_id,
+        skipped=len(texts) - len(starts),
     )

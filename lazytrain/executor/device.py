@@ -20,7 +20,12 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, program: StepProgram, layouts: list[Layout], tied: bool, shared: set[int], dtype: torch.dtype,
+        self,
+        program: StepProgram,
+        layouts: list[Layout],
+        tied: bool,
+        shared: set[int],
+        dtype: torch.dtype,
         device: torch.device,
     ):
         """``shared``: which of embedding and head are streamed through the one place (none where tied)."""

@@ -131,9 +131,7 @@ class Engine:
     def _one(self, op: Op, step: int) -> None:
         done = self._done
         self.until(lambda: all(done[d] > step - lag for d, lag in op.deps))
-        waits = [
-            token for d, lag in op.deps if (token := self._tokens.get(step - lag, {}).get(d)) is not None
-        ]
+        waits = [token for d, lag in op.deps if (token := self._tokens.get(step - lag, {}).get(d)) is not None]
         token = self.runtime.run(op, waits, lambda: self._execute(op, step))
         with self._changed:
             of_step = self._tokens.setdefault(step, {})

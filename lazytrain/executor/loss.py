@@ -55,9 +55,7 @@ def head_loss(
     return total, gradient.view_as(hidden)
 
 
-def _chunk(
-    y: Tensor, targets: Tensor, weight: Tensor, weight_gradient: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _chunk(y: Tensor, targets: Tensor, weight: Tensor, weight_gradient: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of [n, d] normed hidden states, and the gradient of ``y`` times ``scale``."""
     logits = y @ weight.t()
     wide = logits if logits.dtype is torch.float32 else logits.float()

@@ -33,9 +33,7 @@ class Network:
         for layer in range(L):
             if (kind := architecture.kind_of(layer)) not in by_kind:
                 by_kind[kind] = Layout(architecture.parameter_shapes(layer))
-        self.layouts = [
-            Layout({"table": table}), *(by_kind[architecture.kind_of(i)] for i in range(L)), Layout(head)
-        ]
+        self.layouts = [Layout({"table": table}), *(by_kind[architecture.kind_of(i)] for i in range(L)), Layout(head)]
         self.names = [
             {"table": architecture.embedding_name},
             *(architecture.parameter_names(i) for i in range(L)),

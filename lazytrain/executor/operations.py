@@ -139,8 +139,11 @@ class Operations:
     def _run_recorded(self, op: Op, x: Tensor) -> Tensor:
         block = self._bound(op)
         y, graph = record(
-            lambda entered: self.network.run_block(block, entered, self._context), x,
-            self.memory.weights(op.unit, op.slot), self.memory.leaves(op.unit, op.slot), self._constants,
+            lambda entered: self.network.run_block(block, entered, self._context),
+            x,
+            self.memory.weights(op.unit, op.slot),
+            self.memory.leaves(op.unit, op.slot),
+            self._constants,
         )
         self.graphs[op.unit, op.micro] = graph
         self.buffers.put("saved", op.unit, op.micro, op.id, graph.saved.box)
@@ -282,8 +285,16 @@ class Operations:
         unit, settings = self.store.units[op.unit], self.optimizer
         for part, decays in unit.layout.ranges():
             adamw_step(
-                unit.master[part], unit.parked[part], unit.m[part], unit.v[part], step=self.store.applied_updates,
-                lr=values.lr, beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps,
-                weight_decay=settings.weight_decay if decays else 0.0, coefficient=values.coefficient,
+                unit.master[part],
+                unit.parked[part],
+                unit.m[part],
+                unit.v[part],
+                step=self.store.applied_updates,
+                lr=values.lr,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                eps=settings.eps,
+                weight_decay=settings.weight_decay if decays else 0.0,
+                coefficient=values.coefficient,
                 stream_copy=unit.stream[part] if unit.has_copy else None,
             )

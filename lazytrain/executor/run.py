@@ -159,8 +159,13 @@ class _Run:
             )
         state = self.network.own(architecture.init_state(seed) if initial_state is None else initial_state)
         store = HostStore.create(
-            self.network.layouts, self.network.names, state, DTYPES[job.stream_dtype], DTYPES[job.gradient_dtype],
-            runtime.host_empty, device_reads_master=runtime.device.type == "cuda",
+            self.network.layouts,
+            self.network.names,
+            state,
+            DTYPES[job.stream_dtype],
+            DTYPES[job.gradient_dtype],
+            runtime.host_empty,
+            device_reads_master=runtime.device.type == "cuda",
         )
         if resume is not None:
             store.load_moments(resume.m, resume.v, resume.applied_updates)
@@ -225,8 +230,15 @@ class _Run:
                 values = self.operations.values.pop(step)
                 end = engine.interval(last_compute, step).end
                 report = StepReport(
-                    self._first_step + step, values.loss, values.norm, values.coefficient, values.skipped, values.lr,
-                    job.tokens_per_step, batch.valid_tokens, end - previous,
+                    self._first_step + step,
+                    values.loss,
+                    values.norm,
+                    values.coefficient,
+                    values.skipped,
+                    values.lr,
+                    job.tokens_per_step,
+                    batch.valid_tokens,
+                    end - previous,
                 )
                 previous = end
                 result.steps.append(report)

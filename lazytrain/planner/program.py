@@ -144,6 +144,13 @@ class StepModel:
         m.source_keeps_boundary = pyo.Constraint(range(1, L), rule=self._source_keeps_boundary)
         m.run = pyo.Var(range(L), bounds=(0, self.shape.max_segment))
         m.segment_length = pyo.Constraint(range(1, L), rule=self._segment_length)
+        top = range(max(0, L - 1 - self.shape.transfer_window), L)
+        m.leaves = pyo.Var(top, (False, True), domain=pyo.Binary)
+        m.leaves_rule = pyo.Constraint(
+            top,
+            (False, True),
+            rule=lambda m, i, keeps: M * m.leaves[i, keeps] >= self._count(i, *self._away(), keeps=keeps),
+        )
         m.reload = pyo.Var(range(L), bounds=(0, 1))
         m.segment_reload = pyo.Constraint(range(1, L), rule=lambda m, i: m.reload[i] >= m.drop[i] - m.resident[i - 1])
 
@@ -282,21 +289,27 @@ class StepModel:
             count = self._count(i, *away)
             self.penalty += time
             b.rules.add(b.fetched[i] >= b.fetch[i] + time)
-            b.rules.add(b.backward[i] >= b.fetch[i] + time / M)
-            # The fetched micro-batches come first; after the last of them the others still have to run.
+            # The micro-batches that never left come first, and cover the first fetch; the last one ends with the layer.
             backward = self._t(layer.backward_s)
-            b.rules.add(b.backward[i] + self._backward_time(i) >= b.fetched[i] + backward * (M - count + count / M))
+            there = backward * (M - count) + self._t(layer.forward_s) * self._count(i, "gpu", keeps=False)
+            b.rules.add(b.backward[i] + there >= b.fetch[i] + time / M)
+            b.rules.add(b.backward[i] + self._backward_time(i) >= b.fetched[i] + backward)
             if i + W < L:
-                window = b.backward[i + W]
-                b.rules.add(b.fetch[i] >= window + self._t(costs.layers[i + W].backward_s))
-                b.rules.add(b.fetched[i] >= window + self._t(costs.layers[i + W].backward_s) * count + time / M)
-            # Nothing comes back before it has left: boundaries after the unit below, saved tensors after this layer,
-            # where the next layer's boundaries leave among them.
-            among = self._boundary_sends(i + 1)
-            one = self._transfer(i, costs.d2h_s, away) / M
-            b.rules.add(b.fetched[i] >= b.sent[i] + time / M)
-            b.rules.add(b.fetched[i] >= b.sent[i + 1] - among + time / M)
-            b.rules.add(b.fetch[i] >= b.send[i] + one)
+                window = b.backward[i + W] + self._t(costs.layers[i + W].backward_s) * (M - count)
+                b.rules.add(b.fetch[i] >= window)
+                b.rules.add(b.fetched[i] >= b.backward[i + W] + self._backward_time(i + W) + time / M)
+            if i > L - 2 - W:
+                self._after_sends(b, i, time)
+
+    def _after_sends(self, b: Any, i: int, fetch_time: Any) -> None:
+        """What a layer homes away comes back only after it has left: boundaries after the forward of the unit below,
+        saved tensors after the layer's own, where the next layer's boundaries leave among them. Waived, by a binary,
+        where there is nothing of the sort. Below the topmost layers the transfer window says so already.
+        """
+        m = self.m
+        for keeps, left in ((False, b.sent[i]), (True, b.sent[i + 1] - self._boundary_sends(i + 1))):
+            waived = self.horizon * (1 - m.leaves[i, keeps])
+            b.rules.add(b.fetched[i] >= left + fetch_time / self.M - waived)
 
     def _boundary_sends(self, i: int) -> Any:
         """Time in which the offloaded input boundaries of a layer leave the GPU."""
@@ -312,13 +325,13 @@ class StepModel:
             time = self._sent_after(u, costs.d2h_s, away)
             self.penalty += time
             one = self._t(costs.units[u].forward_s)
+            saved = self._count(u - 1, *away, keeps=True) if u >= 1 else 0
+            boundaries = self._count(u, *away, keeps=False) if u < L else 0
+            # Micro-batches whose tensors leave come last in the layer.
             b.rules.add(b.send[u] >= b.forward[u] + one)
+            b.rules.add(b.send[u] >= b.forward[u] + one * (M - saved - boundaries + 1))
             b.rules.add(b.sent[u] >= b.send[u] + time)
-            # Micro-batches whose tensors leave come first in the layer.
-            if u >= 1:
-                b.rules.add(b.sent[u] >= b.forward[u] + one * self._count(u - 1, *away, keeps=True) + time / M)
-            if u < L:
-                b.rules.add(b.sent[u] >= b.forward[u] + one * self._count(u, *away, keeps=False) + time / M)
+            b.rules.add(b.sent[u] >= b.forward[u] + self._forward_time(u) + time / M)
             if u < L:
                 b.rules.add(b.send[u + 1] >= b.sent[u])
             if u + W <= L:

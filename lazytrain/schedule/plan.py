@@ -42,15 +42,15 @@ class Action(StrEnum):
         return "none" if self is Action.DROPPED else self.value.rsplit("_", 1)[1]
 
 
-# Micro-batches 0.. take the first action of this order that has a count, the next ones the second, and so on: what must
-# cross the link goes first, so its transfer starts while the layer still computes.
+# Micro-batches 0.. take the first action of this order that has a count, the next ones the second, and so on. Backward
+# takes them in the same order, so what must come back goes last: its transfers run while the others compute.
 ACTION_ORDER: tuple[Action, ...] = (
-    Action.KEEP_NVME,
-    Action.BOUNDARY_NVME,
-    Action.KEEP_HOST,
-    Action.BOUNDARY_HOST,
-    Action.BOUNDARY_GPU,
     Action.KEEP_GPU,
+    Action.BOUNDARY_GPU,
+    Action.BOUNDARY_HOST,
+    Action.KEEP_HOST,
+    Action.BOUNDARY_NVME,
+    Action.KEEP_NVME,
     Action.DROPPED,
 )
 
