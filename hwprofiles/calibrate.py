@@ -45,8 +45,14 @@ __all__ = ["ProbeRefused", "calibrate"]
 
 # Unit of each dimension in a written profile, with its factor.
 _UNITS = {
-    "bytes": ("MiB", 2.0**20), "byte_rate": ("GB/s", 1e9), "flop_rate": ("GFLOPS", 1e9), "flop": ("MFLOP", 1e6),
-    "param_rate": ("Gparams/s", 1e9), "time": ("us", 1e-6), "fraction": ("fraction", 1.0), "ratio": ("x", 1.0),
+    "bytes": ("MiB", 2.0**20),
+    "byte_rate": ("GB/s", 1e9),
+    "flop_rate": ("GFLOPS", 1e9),
+    "flop": ("MFLOP", 1e6),
+    "param_rate": ("Gparams/s", 1e9),
+    "time": ("us", 1e-6),
+    "fraction": ("fraction", 1.0),
+    "ratio": ("x", 1.0),
     "count": ("cores", 1.0),
 }
 _SMALLEST_SHARE = 1e-6  # of the peak, so that a table holds no zero
@@ -61,8 +67,9 @@ class _Writer:
 
     def number(self, si: float, dimension: str, source: str, kind: Kind = "measured") -> Quantity:
         unit, factor = _UNITS[dimension]
-        return Quantity.of(f"{si / factor:.6g} {unit}", dimension, kind=kind, source=self._source(source, kind),
-                           date=self.date)
+        return Quantity.of(
+            f"{si / factor:.6g} {unit}", dimension, kind=kind, source=self._source(source, kind), date=self.date
+        )
 
     def table(self, points: Points, dimension: str, source: str) -> RateTable:
         unit, factor = _UNITS[dimension]
@@ -101,14 +108,20 @@ def calibrate(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"no device '{device}' on this machine")
-    run = _Calibration(device, quick, progress or (lambda probe, share: None), adamw_steps or DEFAULT_ADAMW,
-                       _Writer(torch.__version__, datetime.date.today()))
+    run = _Calibration(
+        device,
+        quick,
+        progress or (lambda probe, share: None),
+        adamw_steps or DEFAULT_ADAMW,
+        _Writer(torch.__version__, datetime.date.today()),
+    )
     return run.machine(directory, name, gpu_share, host_share)
 
 
 class _Calibration:
-    def __init__(self, device: str, quick: bool, progress: Callable[[str, float], None], adamw: AdamwSteps,
-                 writer: _Writer):
+    def __init__(
+        self, device: str, quick: bool, progress: Callable[[str, float], None], adamw: AdamwSteps, writer: _Writer
+    ):
         self.device, self.quick, self.progress, self.adamw, self.w = device, quick, progress, adamw, writer
         self.cpu = device == "cpu"
         self.cores = system.core_count()
@@ -135,8 +148,14 @@ class _Calibration:
             problem += f"; no drive: {refused}"
         self.progress("done", 1.0)
         how = "quick" if self.quick else "full"
-        return Machine(name=name, description=f"calibrated ({how}) on {self.w.date}: {gpu.name}{problem}", gpu=gpu,
-                       link=link, host=host, nvme=nvme)
+        return Machine(
+            name=name,
+            description=f"calibrated ({how}) on {self.w.date}: {gpu.name}{problem}",
+            gpu=gpu,
+            link=link,
+            host=host,
+            nvme=nvme,
+        )
 
     # --- device ------------------------------------------------------------------------------------------------------
     def _gpu(self, share: float) -> Gpu:
@@ -173,7 +192,8 @@ class _Calibration:
                 _shares(products, peak), "fraction", f"square {label} products over the best one, {on}"
             ),
             attention_efficiency=w.table(
-                _shares(attention, peak), "fraction",
+                _shares(attention, peak),
+                "fraction",
                 f"causal {label} attention, both passes, full-square FLOPs over the best product, at most 1, {on}",
             ),
             layer_rate_forward={label: w.table(forward, "flop_rate", f"Qwen2 decoder layers, sdpa, forward, {on}")},
@@ -194,11 +214,15 @@ class _Calibration:
         if self.cpu:
             model, vendor = system.cpu_name()
             return {
-                "name": f"{model} ({self.compute_threads} of {self.cores} cores)", "vendor": vendor, "device": "cpu",
-                "memory": w.number(share * self.ram.available, "bytes",
-                                   f"{share:g} of the available RAM ({self.ram.source})"),
+                "name": f"{model} ({self.compute_threads} of {self.cores} cores)",
+                "vendor": vendor,
+                "device": "cpu",
+                "memory": w.number(
+                    share * self.ram.available, "bytes", f"{share:g} of the available RAM ({self.ram.source})"
+                ),
                 "reserved": w.number(16 * MIB, "bytes", "slack of the allocator on a cpu device", "assumed"),
-                "compute_threads": self.compute_threads, "linear_attention_backend": "torch",
+                "compute_threads": self.compute_threads,
+                "linear_attention_backend": "torch",
             }
         import torch
 
@@ -206,11 +230,13 @@ class _Calibration:
         context = total - free - torch.cuda.memory_reserved()
         fla = importlib.util.find_spec("fla") is not None
         return {
-            "name": torch.cuda.get_device_name(), "vendor": "AMD" if torch.version.hip else "NVIDIA",
+            "name": torch.cuda.get_device_name(),
+            "vendor": "AMD" if torch.version.hip else "NVIDIA",
             "device": "hip" if torch.version.hip else "cuda",
             "memory": w.number(total, "bytes", "cudaMemGetInfo, total"),
-            "reserved": w.number(context + 256 * MIB, "bytes",
-                                 "in use outside torch's allocator after the probes, plus 256 MiB of slack"),
+            "reserved": w.number(
+                context + 256 * MIB, "bytes", "in use outside torch's allocator after the probes, plus 256 MiB of slack"
+            ),
             "linear_attention_backend": "fla" if fla else "torch",
         }
 

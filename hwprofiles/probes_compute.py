@@ -123,8 +123,13 @@ class ComputeProbe:
         from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
         config = Qwen2Config(
-            hidden_size=case.hidden, intermediate_size=case.intermediate, num_attention_heads=case.heads,
-            num_key_value_heads=case.kv_heads, num_hidden_layers=1, vocab_size=16, max_position_embeddings=case.seq,
+            hidden_size=case.hidden,
+            intermediate_size=case.intermediate,
+            num_attention_heads=case.heads,
+            num_key_value_heads=case.kv_heads,
+            num_hidden_layers=1,
+            vocab_size=16,
+            max_position_embeddings=case.seq,
             attn_implementation="sdpa",
         )
         layer = Qwen2DecoderLayer(config, 0).to(self.device, dtype)

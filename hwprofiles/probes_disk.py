@@ -144,8 +144,15 @@ def measure_disk(
 
 
 def _measure(
-    file: BlockFile, directory: Path, size: int, quick: bool, free: float, memory_copy_rate: float, drives: int,
-    clock: Callable[[], float], depth: int,
+    file: BlockFile,
+    directory: Path,
+    size: int,
+    quick: bool,
+    free: float,
+    memory_copy_rate: float,
+    drives: int,
+    clock: Callable[[], float],
+    depth: int,
 ) -> DiskRates:
     count = size // BLOCK
     start = clock()

@@ -41,8 +41,19 @@ def fused_adamw_step(parameters: int) -> Callable[[], object]:
 
     def update() -> object:
         return torch._fused_adamw_(
-            [param], [grad], [m], [v], [], [step], lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
-            amsgrad=False, maximize=False,
+            [param],
+            [grad],
+            [m],
+            [v],
+            [],
+            [step],
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
         )
 
     return update
@@ -118,7 +129,9 @@ def _cuda_copies(size: int, budget_s: float) -> Copies:
         both=rate(both, 2 * size),
         pageable=rate(lambda: device.copy_(pageable), size),
         latency=median_seconds(
-            lambda: tiny_device.copy_(tiny, non_blocking=True), budget_s=budget_s / 4, sync=torch.cuda.synchronize,
+            lambda: tiny_device.copy_(tiny, non_blocking=True),
+            budget_s=budget_s / 4,
+            sync=torch.cuda.synchronize,
             minimum_s=2e-3,
         ),
     )

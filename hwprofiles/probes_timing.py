@@ -69,8 +69,8 @@ def median_pair(
     timed(second)
     samples: list[tuple[float, float]] = []
     spent = 0.0
-    while len(samples) < 2 or (len(samples) < 3 and spent < 4 * budget_s) or (
-        len(samples) < repeats and spent < budget_s
+    while (
+        len(samples) < 2 or (len(samples) < 3 and spent < 4 * budget_s) or (len(samples) < repeats and spent < budget_s)
     ):
         samples.append((timed(first), timed(second)))
         spent += sum(samples[-1])

@@ -49,11 +49,19 @@ class Quantity(_Provenance):
     si: float = Field(repr=False)
 
     @classmethod
-    def of(cls, value: str, dimension: str, *, kind: Kind, source: str, date: datetime.date,
-           spread: float | None = None) -> Quantity:
+    def of(
+        cls, value: str, dimension: str, *, kind: Kind, source: str, date: datetime.date, spread: float | None = None
+    ) -> Quantity:
         """A quantity from its text; raises ValueError when text and dimension do not fit."""
-        return cls(value=value, dimension=dimension, si=parse_si(value, dimension), kind=kind, source=source,
-                   date=date, spread=spread)
+        return cls(
+            value=value,
+            dimension=dimension,
+            si=parse_si(value, dimension),
+            kind=kind,
+            source=source,
+            date=date,
+            spread=spread,
+        )
 
     def __float__(self) -> float:
         return self.si
@@ -78,11 +86,24 @@ class RateTable(_Provenance):
     values: tuple[float, ...] = Field(repr=False, description="SI values, one a size")
 
     @classmethod
-    def of(cls, points: list[tuple[str, str]], dimension: str, *, kind: Kind, source: str, date: datetime.date,
-           spread: float | None = None) -> RateTable:
+    def of(
+        cls,
+        points: list[tuple[str, str]],
+        dimension: str,
+        *,
+        kind: Kind,
+        source: str,
+        date: datetime.date,
+        spread: float | None = None,
+    ) -> RateTable:
         """A table from (size, value) texts; raises ValueError when one does not parse."""
-        data = {"points": [{"size": s, "value": v} for s, v in points],
-                "kind": kind, "source": source, "date": date, "spread": spread}
+        data = {
+            "points": [{"size": s, "value": v} for s, v in points],
+            "kind": kind,
+            "source": source,
+            "date": date,
+            "spread": spread,
+        }
         return cls.model_validate(_table_data(data, dimension))
 
     def at(self, size: float) -> float:
@@ -121,7 +142,7 @@ def _quantity_data(raw: Any, dimension: str) -> Any:
         if raw.dimension != dimension:
             raise ValueError(f"'{raw.value}' is a {raw.dimension}, expected {dimension.replace('_', ' ')}")
         return raw
-    data = _mapping(raw, "a number needs its provenance: {value: \"...\", kind: ..., source: ..., date: ...}")
+    data = _mapping(raw, 'a number needs its provenance: {value: "...", kind: ..., source: ..., date: ...}')
     if "value" not in data:
         raise ValueError("has no 'value'")
     return {**data, "dimension": dimension, "si": parse_si(data["value"], dimension)}

@@ -38,8 +38,13 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp16_fp16acc", "fp8"]
 
 
 def _full_compute() -> Quantity:
-    return Quantity.of("100 %", "fraction", kind="assumed", source="no fit: rates as the tables give them",
-                       date=datetime.date(2026, 8, 1))
+    return Quantity.of(
+        "100 %",
+        "fraction",
+        kind="assumed",
+        source="no fit: rates as the tables give them",
+        date=datetime.date(2026, 8, 1),
+    )
 
 
 class Gpu(Frozen):

@@ -56,8 +56,19 @@ def adamw_step(
                 if coefficient != 1.0:
                     scaled.mul_(coefficient)
         torch._fused_adamw_(
-            [master[part]], [scaled], [m[part]], [v[part]], [], [state_step], lr=lr, beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            [master[part]],
+            [scaled],
+            [m[part]],
+            [v[part]],
+            [],
+            [state_step],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
         )
         if stream_copy is not None:
             stream_copy[part].copy_(master[part])

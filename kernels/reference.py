@@ -7,8 +7,18 @@ from torch import Tensor
 
 
 def adamw_reference(
-    master: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, step: int, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, coefficient: float,
+    master: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    coefficient: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """New (master, m, v) in float64 arithmetic; the inputs are left as they are."""
     g = grad.double() * coefficient

@@ -26,9 +26,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def tiny_config(tied: bool = False, layers: int = 3, vocab: int = 96, family: str = "llama", hidden: int = 32):  # type: ignore[no-untyped-def]
     common = {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": vocab, "tie_word_embeddings": tied, "max_position_embeddings": 256,
-        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }
     return LlamaConfig(**common, pad_token_id=3) if family == "llama" else Qwen2Config(**common)
 
@@ -37,20 +45,29 @@ def spec_of(architecture: Architecture, name: str = "tiny") -> ModelSpec:
     """A ModelSpec with the real shapes and invented costs: enough for the order of operations."""
     one = Terms(per_token=100.0)
     trace = LayerTrace(
-        matmul_flops=one, attention_flops=one, memory_bytes=one, saved_bytes=one, forward_peak_bytes=one,
-        backward_peak_bytes=one, kernels=10,
+        matmul_flops=one,
+        attention_flops=one,
+        memory_bytes=one,
+        saved_bytes=one,
+        forward_peak_bytes=one,
+        backward_peak_bytes=one,
+        kernels=10,
     )
     kinds = {}
     layers = tuple(architecture.kind_of(i) for i in range(architecture.n_layers))
     for i, kind in enumerate(layers):
         if kind not in kinds:
             traces = {f"{d}/{b}": trace for d in ("fp32", "bf16") for b in ("flash", "math", "torch", "efficient")}
-            kinds[kind] = LayerKind(
-                name=kind, parameters=architecture.parameter_shapes(i), traces=traces
-            )
+            kinds[kind] = LayerKind(name=kind, parameters=architecture.parameter_shapes(i), traces=traces)
     return ModelSpec(
-        name=name, config_digest="0", hidden_size=architecture.hidden_size, vocab_size=architecture.vocab_size,
-        max_seq_len=4096, tied=architecture.tied, kinds=kinds, layers=layers,
+        name=name,
+        config_digest="0",
+        hidden_size=architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
+        max_seq_len=4096,
+        tied=architecture.tied,
+        kinds=kinds,
+        layers=layers,
         final_norm_parameters=architecture.hidden_size,
     )
 
@@ -73,15 +90,19 @@ class Case:
     max_norm: float | None = 1.0
     padded: bool = False
     steps: int = 3
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(lr=1e-2, weight_decay=0.1, eps=1e-3)
-    )
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-2, weight_decay=0.1, eps=1e-3))
 
     def __post_init__(self) -> None:
         self.architecture = Architecture(tiny_config(self.tied, self.layers, self.vocab, self.family))
         self.job = TrainingJob(
-            seq_len=self.S, batch_size=self.B, accumulation=self.A, compute_dtype=self.dtype, stream_dtype=self.dtype,
-            gradient_dtype=self.parked or self.dtype, loss_chunk_tokens=self.chunk, max_norm=self.max_norm,
+            seq_len=self.S,
+            batch_size=self.B,
+            accumulation=self.A,
+            compute_dtype=self.dtype,
+            stream_dtype=self.dtype,
+            gradient_dtype=self.parked or self.dtype,
+            loss_chunk_tokens=self.chunk,
+            max_norm=self.max_norm,
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -104,8 +125,15 @@ class Case:
     def plan(self, decisions: list[LayerDecision] | None = None, style: Style | None = None, **extra: object) -> Plan:
         decisions = decisions or [LayerDecision(keep_gpu=self.M)] * self.layers
         return Plan(
-            model="tiny", hardware="test", model_digest="0", hardware_digest="0", job=self.job, micro_batches=self.M,
-            layers=tuple(decisions), style=style or Style(), **extra,  # type: ignore[arg-type]
+            model="tiny",
+            hardware="test",
+            model_digest="0",
+            hardware_digest="0",
+            job=self.job,
+            micro_batches=self.M,
+            layers=tuple(decisions),
+            style=style or Style(),
+            **extra,  # type: ignore[arg-type]
         )
 
     def program(self, plan: Plan) -> StepProgram:
@@ -152,7 +180,9 @@ def plain_training(case: Case) -> Reference:
             {"params": [p for p in masters.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
         ],
-        lr=1.0, betas=(settings.beta1, settings.beta2), eps=settings.eps,
+        lr=1.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
     )
     losses, norms, gradients = [], [], {}
     size = case.B // case.M
@@ -165,9 +195,12 @@ def plain_training(case: Case) -> Reference:
             for m in range(case.M):
                 rows = slice(m * size, (m + 1) * size)
                 logits = model(input_ids=batch.input_ids[a, rows]).logits.float()
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch.labels[a, rows].flatten(), ignore_index=IGNORE, reduction="sum"
-                ) / batch.valid_tokens
+                loss = (
+                    torch.nn.functional.cross_entropy(
+                        logits.flatten(0, 1), batch.labels[a, rows].flatten(), ignore_index=IGNORE, reduction="sum"
+                    )
+                    / batch.valid_tokens
+                )
                 loss.backward()
                 total += loss.item()
         losses.append(total)

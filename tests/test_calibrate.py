@@ -95,11 +95,14 @@ def test_a_slow_drive_is_not_written_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize(("write", "read", "copy", "says"), [
-    (3e9, 23e9, 100e9, "read measured 23 GB/s, more than 1 drive"),  # field case E4
-    (20e9, 3e9, 100e9, "write measured 20 GB/s"),
-    (3e9, 12e9, 9e9, "more than a copy in RAM reaches"),
-])
+@pytest.mark.parametrize(
+    ("write", "read", "copy", "says"),
+    [
+        (3e9, 23e9, 100e9, "read measured 23 GB/s, more than 1 drive"),  # field case E4
+        (20e9, 3e9, 100e9, "write measured 20 GB/s"),
+        (3e9, 12e9, 9e9, "more than a copy in RAM reaches"),
+    ],
+)
 def test_the_page_cache_is_refused(tmp_path: Path, write: float, read: float, copy: float, says: str) -> None:
     clock = FakeClock()
     file = FakeFile(clock, lambda i: write, read)
@@ -190,10 +193,14 @@ def test_ram_without_a_limit(tmp_path: Path) -> None:
 
 
 def test_ram_of_a_control_group(tmp_path: Path) -> None:
-    found = probes_system.memory(*fake_system(
-        tmp_path, memory_max="8000000000\n", memory_current="5000000000\n",
-        memory_stat="anon 1\ninactive_file 2000000000\n",
-    ))
+    found = probes_system.memory(
+        *fake_system(
+            tmp_path,
+            memory_max="8000000000\n",
+            memory_current="5000000000\n",
+            memory_stat="anon 1\ninactive_file 2000000000\n",
+        )
+    )
     assert (found.limit, found.available) == (8e9, 5e9)
 
 
@@ -250,8 +257,13 @@ def test_layer_flops_are_those_of_the_real_layer() -> None:
 
     case = calibration.CPU_LAYERS[True][1]
     config = Qwen2Config(
-        hidden_size=case.hidden, intermediate_size=case.intermediate, num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads, num_hidden_layers=1, vocab_size=16, attn_implementation="sdpa",
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        num_hidden_layers=1,
+        vocab_size=16,
+        attn_implementation="sdpa",
     )
     x = torch.randn(case.batch, case.seq, case.hidden)
     position = Qwen2RotaryEmbedding(config)(x, torch.arange(case.seq)[None])
@@ -279,7 +291,11 @@ def test_a_calibrated_machine_is_a_loadable_file(tmp_path: Path, monkeypatch: py
         return lambda: updates.append(parameters)
 
     machine = calibrate(
-        tmp_path, quick=True, device="cpu", progress=lambda *call: calls.append(call), name="here",
+        tmp_path,
+        quick=True,
+        device="cpu",
+        progress=lambda *call: calls.append(call),
+        name="here",
         adamw_steps={"fp32": update, "int8": update},
     )
     assert torch.get_num_threads() == before

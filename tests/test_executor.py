@@ -61,7 +61,8 @@ def decisions(draw: st.DrawFn, layers: int, M: int) -> dict[str, Any]:
         "embedding_resident": draw(st.booleans()),
         "head_resident": draw(st.booleans()),
         "style": Style(
-            update=draw(st.sampled_from(["lazy", "serial"])), backward_prefetch=draw(st.booleans()),
+            update=draw(st.sampled_from(["lazy", "serial"])),
+            backward_prefetch=draw(st.booleans()),
             recompute_whole_segment=draw(st.booleans()),
         ),
     }
@@ -209,7 +210,8 @@ def test_resumed_run_equals_an_unbroken_one() -> None:
         next(batches)
     case.steps = 1
     rest = case.run(
-        batches=batches, initial_state={n: t.clone() for n, t in first.weights().items()},
+        batches=batches,
+        initial_state={n: t.clone() for n, t in first.weights().items()},
         resume=ResumeState(m, v, first.store.applied_updates, step=2),
     )
     assert rest.losses == whole.losses[2:]

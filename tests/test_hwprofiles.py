@@ -134,10 +134,18 @@ def test_linear_attention_kernels_follow_the_device() -> None:
 # --- numbers -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "dimension", "si"),
-    [("24 GiB", "bytes", 24 * 2**30), ("600 TBW", "bytes", 6e14), ("12 GB/s", "byte_rate", 12e9),
-     ("80 us", "time", 8e-5), ("2.3 Gparams/s", "param_rate", 2.3e9), ("95 %", "fraction", 0.95),
-     ("1.6 x", "ratio", 1.6), ("71.2 TFLOPS", "flop_rate", 71.2e12), ("3.6 USD/h", "money_rate", 1e-3),
-     ("34 GFLOP", "flop", 34e9)],
+    [
+        ("24 GiB", "bytes", 24 * 2**30),
+        ("600 TBW", "bytes", 6e14),
+        ("12 GB/s", "byte_rate", 12e9),
+        ("80 us", "time", 8e-5),
+        ("2.3 Gparams/s", "param_rate", 2.3e9),
+        ("95 %", "fraction", 0.95),
+        ("1.6 x", "ratio", 1.6),
+        ("71.2 TFLOPS", "flop_rate", 71.2e12),
+        ("3.6 USD/h", "money_rate", 1e-3),
+        ("34 GFLOP", "flop", 34e9),
+    ],
 )
 def test_texts_become_si(text: str, dimension: str, si: float) -> None:
     assert parse_si(text, dimension) == pytest.approx(si)
@@ -146,11 +154,26 @@ def test_texts_become_si(text: str, dimension: str, si: float) -> None:
     assert str(quantity) == text
 
 
-@pytest.mark.parametrize(("text", "dimension"), [
-    ("24", "bytes"), ("24 GB/s", "bytes"), ("nan GiB", "bytes"), ("inf GiB", "bytes"), ("-1 GiB", "bytes"),
-    ("0 GiB", "bytes"), ("24 GiBs", "bytes"), ("much", "bytes"), (24, "bytes"), (None, "bytes"), ("101 %", "fraction"),
-    ("2.1 x", "ratio"), ("0.9 x", "ratio"), ("1.5", "ratio"), ("1e400 GiB", "bytes"),
-])
+@pytest.mark.parametrize(
+    ("text", "dimension"),
+    [
+        ("24", "bytes"),
+        ("24 GB/s", "bytes"),
+        ("nan GiB", "bytes"),
+        ("inf GiB", "bytes"),
+        ("-1 GiB", "bytes"),
+        ("0 GiB", "bytes"),
+        ("24 GiBs", "bytes"),
+        ("much", "bytes"),
+        (24, "bytes"),
+        (None, "bytes"),
+        ("101 %", "fraction"),
+        ("2.1 x", "ratio"),
+        ("0.9 x", "ratio"),
+        ("1.5", "ratio"),
+        ("1e400 GiB", "bytes"),
+    ],
+)
 def test_bad_texts_are_refused(text: Any, dimension: str) -> None:
     with pytest.raises(ValueError, match=re.escape(str(text))):
         parse_si(text, dimension)
@@ -182,53 +205,66 @@ def test_tables_are_clamped_at_both_ends() -> None:
 GOOD = {"value": "25 GB/s", "kind": "assumed", "source": "a test", "date": TODAY}
 
 
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("link.h2d", {**GOOD, "value": "25"}, "no unit"),
-    ("link.h2d", {**GOOD, "value": 25}, "no unit"),
-    ("link.h2d", {**GOOD, "value": "25 GiB"}, "expected byte rate"),
-    ("link.h2d", {**GOOD, "value": "nan GB/s"}, "finite"),
-    ("link.h2d", {**GOOD, "value": ".inf"}, "number"),
-    ("link.h2d", {**GOOD, "value": "-25 GB/s"}, "positive"),
-    ("link.h2d", {**GOOD, "value": "0 GB/s"}, "positive"),
-    ("link.h2d", {**GOOD, "value": "25 parsecs"}, "unknown unit"),
-    ("link.h2d", "25 GB/s", "provenance"),
-    ("link.h2d", 25, "provenance"),
-    ("link.h2d", {"kind": "assumed"}, "value"),
-    ("link.h2d.kind", "guessed", "assumed"),
-    ("link.h2d.source", "", "at least"),
-    ("link.h2d.date", "yesterday", "date"),
-    ("link.h2d.error", 1, "unknown field"),
-    ("link.h2d.si", 1.0, "unknown field"),
-    ("link.h2d.spread", -0.1, "greater than 0"),
-    ("link.h2dd", GOOD, "did you mean h2d"),
-    ("link.duplex", {**GOOD, "value": "2.5 x"}, "between 1 and 2"),
-    ("link.duplex", {**GOOD, "value": "160 %"}, "ratio"),
-    ("gpu.memory_efficiency", {**GOOD, "value": "120 %"}, "between 0 and 1"),
-    ("gpu.peak_flops.bf17", {**GOOD, "value": "1 TFLOPS"}, "bf16"),
-    ("gpu.peak_flops.bf16.value", "71", "no unit"),
-    ("gpu.peak_flops", {}, "names no dtype"),
-    ("gpu.device", "abacus", "cuda"),
-    ("gpu.compute_threads", 4, "device cpu"),
-    ("gpu.reserved.value", "30 GiB", "leaves nothing"),
-    ("gpu.matmul_efficiency.points", [], "at least one point"),
-    ("gpu.matmul_efficiency.points", [{"size": "1 GFLOP", "value": "130 %"}], "points[0]"),
-    ("gpu.matmul_efficiency.points", [{"size": "1 GFLOP"}], "points[0]"),
-    ("gpu.matmul_efficiency.points",
-     [{"size": "2 GFLOP", "value": "30 %"}, {"size": "1 GFLOP", "value": "40 %"}], "must rise"),
-    ("gpu.matmul_efficiency", 0.5, "table"),
-    ("gpu.layer_rate_forward", {"bf16": {k: GOOD[k] for k in ("kind", "source", "date")} |
-                                {"points": [{"size": "1 GFLOP", "value": "1 TFLOPS"}]}}, "come together"),
-    ("host.baseline.value", "200 GiB", "leaves nothing"),
-    ("host.pin_limit", {**GOOD, "value": "200 GiB"}, "above memory"),
-    ("host.adamw.fp32.value", "1 GB/s", "expected param rate"),
-    ("host.numa_nodes", 0, "greater than 0"),
-    ("nvme.sustained_write.value", "6.5 GB/s", "above write"),
-    ("nvme.read.value", "22 GB/s", "page cache"),
-    ("nvme.drives", "two", "integer"),
-    ("link", "pcie9-x99", "no link profile"),
-    ("link", 3, "neither"),
-    ("voltage", GOOD, "unknown field"),
-], ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("link.h2d", {**GOOD, "value": "25"}, "no unit"),
+        ("link.h2d", {**GOOD, "value": 25}, "no unit"),
+        ("link.h2d", {**GOOD, "value": "25 GiB"}, "expected byte rate"),
+        ("link.h2d", {**GOOD, "value": "nan GB/s"}, "finite"),
+        ("link.h2d", {**GOOD, "value": ".inf"}, "number"),
+        ("link.h2d", {**GOOD, "value": "-25 GB/s"}, "positive"),
+        ("link.h2d", {**GOOD, "value": "0 GB/s"}, "positive"),
+        ("link.h2d", {**GOOD, "value": "25 parsecs"}, "unknown unit"),
+        ("link.h2d", "25 GB/s", "provenance"),
+        ("link.h2d", 25, "provenance"),
+        ("link.h2d", {"kind": "assumed"}, "value"),
+        ("link.h2d.kind", "guessed", "assumed"),
+        ("link.h2d.source", "", "at least"),
+        ("link.h2d.date", "yesterday", "date"),
+        ("link.h2d.error", 1, "unknown field"),
+        ("link.h2d.si", 1.0, "unknown field"),
+        ("link.h2d.spread", -0.1, "greater than 0"),
+        ("link.h2dd", GOOD, "did you mean h2d"),
+        ("link.duplex", {**GOOD, "value": "2.5 x"}, "between 1 and 2"),
+        ("link.duplex", {**GOOD, "value": "160 %"}, "ratio"),
+        ("gpu.memory_efficiency", {**GOOD, "value": "120 %"}, "between 0 and 1"),
+        ("gpu.peak_flops.bf17", {**GOOD, "value": "1 TFLOPS"}, "bf16"),
+        ("gpu.peak_flops.bf16.value", "71", "no unit"),
+        ("gpu.peak_flops", {}, "names no dtype"),
+        ("gpu.device", "abacus", "cuda"),
+        ("gpu.compute_threads", 4, "device cpu"),
+        ("gpu.reserved.value", "30 GiB", "leaves nothing"),
+        ("gpu.matmul_efficiency.points", [], "at least one point"),
+        ("gpu.matmul_efficiency.points", [{"size": "1 GFLOP", "value": "130 %"}], "points[0]"),
+        ("gpu.matmul_efficiency.points", [{"size": "1 GFLOP"}], "points[0]"),
+        (
+            "gpu.matmul_efficiency.points",
+            [{"size": "2 GFLOP", "value": "30 %"}, {"size": "1 GFLOP", "value": "40 %"}],
+            "must rise",
+        ),
+        ("gpu.matmul_efficiency", 0.5, "table"),
+        (
+            "gpu.layer_rate_forward",
+            {
+                "bf16": {k: GOOD[k] for k in ("kind", "source", "date")}
+                | {"points": [{"size": "1 GFLOP", "value": "1 TFLOPS"}]}
+            },
+            "come together",
+        ),
+        ("host.baseline.value", "200 GiB", "leaves nothing"),
+        ("host.pin_limit", {**GOOD, "value": "200 GiB"}, "above memory"),
+        ("host.adamw.fp32.value", "1 GB/s", "expected param rate"),
+        ("host.numa_nodes", 0, "greater than 0"),
+        ("nvme.sustained_write.value", "6.5 GB/s", "above write"),
+        ("nvme.read.value", "22 GB/s", "page cache"),
+        ("nvme.drives", "two", "integer"),
+        ("link", "pcie9-x99", "no link profile"),
+        ("link", 3, "neither"),
+        ("voltage", GOOD, "unknown field"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
 def test_a_bad_field_is_named(data: dict[str, Any], tmp_path: Path, field: str, value: Any, says: str) -> None:
     *parents, last = field.split(".")
     place = data
@@ -238,13 +274,34 @@ def test_a_bad_field_is_named(data: dict[str, Any], tmp_path: Path, field: str, 
     message = refused(write(tmp_path, data))
     assert says in message
     assert field.split(".")[0] in message
-    if "points" not in field and says not in ("come together", "names no dtype", "leaves nothing", "above memory",
-                                               "above write", "page cache", "device cpu"):
+    if "points" not in field and says not in (
+        "come together",
+        "names no dtype",
+        "leaves nothing",
+        "above memory",
+        "above write",
+        "page cache",
+        "device cpu",
+    ):
         assert ".".join(field.split(".")[:2]) in message
 
 
-@pytest.mark.parametrize("field", ["gpu", "link", "host", "gpu.memory", "gpu.peak_flops", "link.h2d", "host.adamw",
-                                   "nvme.read", "link.h2d.kind", "link.h2d.source", "link.h2d.date"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "gpu",
+        "link",
+        "host",
+        "gpu.memory",
+        "gpu.peak_flops",
+        "link.h2d",
+        "host.adamw",
+        "nvme.read",
+        "link.h2d.kind",
+        "link.h2d.source",
+        "link.h2d.date",
+    ],
+)
 def test_a_missing_field_is_named(data: dict[str, Any], tmp_path: Path, field: str) -> None:
     *parents, last = field.split(".")
     place = data
@@ -254,19 +311,32 @@ def test_a_missing_field_is_named(data: dict[str, Any], tmp_path: Path, field: s
     assert re.search(rf"{re.escape(field)}: is missing", refused(write(tmp_path, data)))
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("gpu: [", "not a YAML file"), ("- a\n- b\n", "not a mapping"), ("", "not a mapping"), ("gpu: \x07", "YAML"),
-    ("gpu: rtx-3090\ngpu: rtx-4090\n", "given twice (line 2)"),
-    ("link: {h2d: {value: '1 GB/s', value: '2 GB/s'}}\n", "'value' is given twice"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: 3\n", "override"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {disk: {}}\n", "override.disk: no such part"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: 3}\n", "override.link"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {nvme: {drives: 2}}\n", "has no nvme"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: {h3d: 3}}\n",
-     "override.link.h3d: unknown field; did you mean h2d?"),
-    ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: {h2d: {value: 12 GB/s}}}\n",
-     "override.link.h2d.kind: is missing"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpu: [", "not a YAML file"),
+        ("- a\n- b\n", "not a mapping"),
+        ("", "not a mapping"),
+        ("gpu: \x07", "YAML"),
+        ("gpu: rtx-3090\ngpu: rtx-4090\n", "given twice (line 2)"),
+        ("link: {h2d: {value: '1 GB/s', value: '2 GB/s'}}\n", "'value' is given twice"),
+        ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: 3\n", "override"),
+        (
+            "gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {disk: {}}\n",
+            "override.disk: no such part",
+        ),
+        ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: 3}\n", "override.link"),
+        ("gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {nvme: {drives: 2}}\n", "has no nvme"),
+        (
+            "gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: {h3d: 3}}\n",
+            "override.link.h3d: unknown field; did you mean h2d?",
+        ),
+        (
+            "gpu: rtx-3090\nlink: pcie4-x16\nhost: desktop-ddr4-2ch\noverride: {link: {h2d: {value: 12 GB/s}}}\n",
+            "override.link.h2d.kind: is missing",
+        ),
+    ],
+)
 def test_a_bad_file_is_explained(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(write(tmp_path, text))
 
@@ -304,7 +374,11 @@ nvme: consumer-pcie4
 
 
 def test_overrides_replace_single_numbers(tmp_path: Path) -> None:
-    machine = load_machine(write(tmp_path, NAMED + """
+    machine = load_machine(
+        write(
+            tmp_path,
+            NAMED
+            + """
 override:
   gpu:
     peak_flops:
@@ -315,7 +389,9 @@ override:
     pin_limit: {value: "20 GiB", kind: measured, source: "ulimit -l", date: 2026-08-01}
     adamw:
       int8: {value: "0.5 Gparams/s", kind: measured, source: "a test", date: 2026-08-01}
-"""))
+""",
+        )
+    )
     plain = load_machine(write(tmp_path, NAMED, "plain.yaml"))
     assert machine.name == "mine"
     assert float(machine.link.h2d) == 6.5e9
@@ -381,8 +457,11 @@ def test_profiles_cannot_be_changed() -> None:
 
 def test_a_quantity_of_another_dimension_does_not_fit() -> None:
     machine = load_machine("gh200")
-    wrong = {"name": "x", "h2d": machine.gpu.memory, **{f: getattr(machine.link, f) for f in
-             ("d2h", "duplex", "pageable", "latency")}}
+    wrong = {
+        "name": "x",
+        "h2d": machine.gpu.memory,
+        **{f: getattr(machine.link, f) for f in ("d2h", "duplex", "pageable", "latency")},
+    }
     with pytest.raises(ValueError, match="expected byte rate"):
         type(machine.link).model_validate(wrong)
 

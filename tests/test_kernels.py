@@ -57,8 +57,12 @@ def test_equals_clip_grad_norm_and_the_unfused_optimizer() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    n=st.integers(1, 300), chunk=st.sampled_from([16, 64, 1 << 18]), step=st.integers(1, 1000),
-    coefficient=st.sampled_from([1.0, 0.37, 1e-3]), bf16=st.booleans(), copy=st.sampled_from([None, torch.bfloat16]),
+    n=st.integers(1, 300),
+    chunk=st.sampled_from([16, 64, 1 << 18]),
+    step=st.integers(1, 1000),
+    coefficient=st.sampled_from([1.0, 0.37, 1e-3]),
+    bf16=st.booleans(),
+    copy=st.sampled_from([None, torch.bfloat16]),
 )
 def test_any_length_chunk_and_dtype(n, chunk, step, coefficient, bf16, copy) -> None:  # type: ignore[no-untyped-def]
     master, grad, m, v = _state(n, torch.bfloat16 if bf16 else torch.float32, seed=n)

@@ -21,8 +21,16 @@ def program():
         load, compute, send, update = (4 * u + k for k in range(4))
         slot = (Dep(compute - 8),) if u >= 2 else (Dep(compute + 8, 1),)
         ops += [
-            Op(load, Kind.LOAD_WEIGHTS, Resource.H2D, u, deps=(*slot, Dep(update, 1)), seconds=0.1 / 3, bytes=1e6,
-               slot=u % 2),
+            Op(
+                load,
+                Kind.LOAD_WEIGHTS,
+                Resource.H2D,
+                u,
+                deps=(*slot, Dep(update, 1)),
+                seconds=0.1 / 3,
+                bytes=1e6,
+                slot=u % 2,
+            ),
             Op(compute, Kind.FORWARD, Resource.COMPUTE, u, 0, deps=(Dep(load),), seconds=0.2 / 7),
             Op(send, Kind.SEND_GRADIENT, Resource.D2H, u, deps=(Dep(compute),), seconds=0.1 / 11),
             Op(update, Kind.UPDATE, Resource.CPU, u, deps=(Dep(send),), seconds=0.1 / 13),
