@@ -15,12 +15,11 @@ from typing import Any
 
 import pyomo.environ as pyo
 
-from lazytrain.costs.table import ADAM_MOMENT_BYTES, CostTable
-from lazytrain.models.spec import DTYPE_BYTES
+from lazytrain.costs.table import CostTable
+from lazytrain.planner.limits import GB, gpu_memory, tier_capacity
 from lazytrain.schedule.memory import STAGING_SLOTS
 from lazytrain.schedule.plan import Action
 
-GB = 1e9
 # Weight of total recompute and transfer time in the objective: enough to break ties towards less traffic, and small
 # beside the gap that is proven (the reported bound is lowered by its largest possible value).
 TIE_BREAK = 2e-4
@@ -79,8 +78,8 @@ class StepModel:
             self.m.period_plain = pyo.Var(bounds=(0, None))
             self._timing("plain", self.m.period_plain, last=False)
             period = period + (self.A - 1) * self.m.period_plain
-        self._gpu_memory()
-        self._capacity()
+        gpu_memory(self)
+        tier_capacity(self)
         self.m.step = pyo.Expression(expr=period)
         self.max_penalty = self._max_penalty()
         self.m.objective = pyo.Objective(expr=period + TIE_BREAK * self.penalty)
@@ -89,7 +88,7 @@ class StepModel:
     def _t(self, seconds: float) -> float:
         return seconds / self.time_unit_s
 
-    def _size(self, layer: int, action: Action) -> float:
+    def size(self, layer: int, action: Action) -> float:
         """Bytes of what one micro-batch of a layer stores under an action."""
         return self.costs.layers[layer].saved_bytes if action.keeps else self.costs.boundary_bytes
 
@@ -100,7 +99,7 @@ class StepModel:
     def _transfer(self, layer: int, seconds: Any, homes: tuple[str, ...]) -> Any:
         """Time to move what a layer stores in these homes; ``seconds(bytes)`` is the cost of one copy."""
         return sum(
-            self._t(seconds(self._size(layer, a))) * self.m.n[layer, a.value] for a in self.actions if a.home in homes
+            self._t(seconds(self.size(layer, a))) * self.m.n[layer, a.value] for a in self.actions if a.home in homes
         )
 
     def _sent_after(self, unit: int, seconds: Any, homes: tuple[str, ...]) -> Any:
@@ -110,15 +109,15 @@ class StepModel:
             if a.home not in homes:
                 continue
             if a.keeps and unit >= 1:
-                total += self._t(seconds(self._size(unit - 1, a))) * self.m.n[unit - 1, a.value]
+                total += self._t(seconds(self.size(unit - 1, a))) * self.m.n[unit - 1, a.value]
             if not a.keeps and unit < self.L:
-                total += self._t(seconds(self._size(unit, a))) * self.m.n[unit, a.value]
+                total += self._t(seconds(self.size(unit, a))) * self.m.n[unit, a.value]
         return total
 
-    def _bytes(self, layer: int, *homes: str) -> Any:
-        return sum(self._size(layer, a) / GB * self.m.n[layer, a.value] for a in self.actions if a.home in homes)
+    def stored(self, layer: int, *homes: str) -> Any:
+        return sum(self.size(layer, a) / GB * self.m.n[layer, a.value] for a in self.actions if a.home in homes)
 
-    def _away(self) -> tuple[str, ...]:
+    def away(self) -> tuple[str, ...]:
         """Homes off the GPU that the program may use."""
         return ("host", "nvme") if self.nvme else ("host",)
 
@@ -149,10 +148,95 @@ class StepModel:
         m.leaves_rule = pyo.Constraint(
             top,
             (False, True),
-            rule=lambda m, i, keeps: M * m.leaves[i, keeps] >= self._count(i, *self._away(), keeps=keeps),
+            rule=lambda m, i, keeps: M * m.leaves[i, keeps] >= self._count(i, *self.away(), keeps=keeps),
         )
-        m.reload = pyo.Var(range(L), bounds=(0, 1))
-        m.segment_reload = pyo.Constraint(range(1, L), rule=lambda m, i: m.reload[i] >= m.drop[i] - m.resident[i - 1])
+        m.sends = pyo.Var(range(L + 1 if self.A > 1 else 0), domain=pyo.Binary)
+        m.sends_rule = pyo.Constraint(m.sends.index_set(), rule=lambda m, u: 2 * M * m.sends[u] >= self._sends(u))
+        self._loads()
+        m.moved = pyo.Var(range(1, L), bounds=(0, 1))
+        m.moved_rule = pyo.ConstraintList()
+        for i in range(1, L):  # share of the source's boundaries below i that come back when its segment is restored
+            away = self._count(i - 1, *self.away(), keeps=False) / M
+            m.moved_rule.add(m.moved[i] >= away + m.drop[i] - 1)
+            m.moved_rule.add(m.moved[i] <= away)
+            m.moved_rule.add(m.moved[i] <= m.drop[i])
+        below = self.costs.layers[: L - 1]
+        self._at_segment_top("restoring", [self._t(M * c.forward_s) for c in below], m.drop)
+        self._at_segment_top(
+            "restoring_loads", [self._t(self.costs.h2d_s(c.weight_bytes)) for c in below], m.load_restore
+        )
+        self._at_segment_top("restoring_fetches", [self._boundaries_time()] * (L - 1), m.moved)
+
+    def _boundaries_time(self) -> float:
+        """Time to fetch the boundaries of all of a layer's micro-batches."""
+        return self._t(self.M * self.costs.h2d_s(self.costs.boundary_bytes))
+
+    def _at_segment_top(self, name: str, times: list[float], share: Any) -> None:
+        """Variable ``name``: the sum over a segment of ``times[i-1] * share[i]`` of its dropped boundaries i, which
+        its uppermost layer takes before its backward; 0 at other layers.
+
+        Backward goes down with a store: the uppermost layer fills it, every layer takes what is its own, the segment's
+        source finds it empty.
+        """
+        m, L = self.m, self.L
+        most = (self.shape.max_segment - 1) * max(times, default=0.0)
+        made, store = pyo.Var(range(L), bounds=(0, most)), pyo.Var(range(L), bounds=(0, most))
+        rules = pyo.ConstraintList()
+        m.add_component(name, made)
+        m.add_component(f"{name}_store", store)
+        m.add_component(f"{name}_rules", rules)
+        for i in range(L):
+            above = store[i + 1] if i + 1 < L else 0
+            rules.add(store[i] == above + made[i] - (times[i - 1] * share[i] if i else 0))
+            rules.add(store[i] <= most * m.drop[i])
+            if i + 1 < L:
+                rules.add(made[i] <= most * (1 - m.drop[i + 1]))
+
+    def _loads(self) -> None:
+        """Which loads a pass makes: shares, 0 where the weights are resident or still in a slot.
+
+        A turn of the pass finds in the slots the D streamed layers used last: of the D layers next to the turn those
+        that are not resident, and one more beyond for each that is. A segment leaves its uppermost D - 1 restored
+        layers there, and a segment longer than D at the very top takes the topmost layer's slot.
+        """
+        m, L, D = self.m, self.L, min(self.shape.weight_buffers, self.L)
+        m.found_back = pyo.Var(range(L - D), domain=pyo.Binary)  # streamed, in a slot when backward begins
+        m.found_next = pyo.Var(range(D, L), domain=pyo.Binary)  # the same when the forward of another pass begins
+        m.found_rule = pyo.ConstraintList()
+        for found, turn in ((m.found_back, range(L - 1, -1, -1)), (m.found_next, range(L))):
+            for k in range(D, L):
+                resident = sum(m.resident[j] for j in turn[:k])
+                m.found_rule.add(found[turn[k]] * (k - D + 1) <= resident)
+                m.found_rule.add(found[turn[k]] <= 1 - m.resident[turn[k]])
+        m.restored = pyo.Var(range(L - D), bounds=(0, 1))  # in a slot since its segment was restored
+        m.restored_rule = pyo.ConstraintList()
+        for i in range(L - D):
+            m.restored_rule.add(m.restored[i] <= m.drop[i + 1])
+            m.restored_rule.add(m.restored[i] <= D - self._in_segment(range(i + 1, i + D + 1)))
+        m.load_back = pyo.Var(range(L), bounds=(0, 1))
+        m.load_back_rule = pyo.Constraint(range(L), rule=self._load_back)
+        m.load_restore = pyo.Var(range(L), bounds=(0, 1))
+        m.load_restore_rule = pyo.Constraint(range(1, L), rule=self._load_restore)
+
+    def _in_segment(self, layers: range) -> Any:
+        """Streamed layers among these whose input is dropped."""
+        return sum(self.m.drop[i] - self.m.resident[i] for i in layers)
+
+    def _load_back(self, m: Any, i: int) -> Any:
+        """load_back(i) >= 1 where a layer is neither resident nor in a slot when its backward comes."""
+        D = min(self.shape.weight_buffers, self.L)
+        if i < self.L - D:
+            return m.load_back[i] >= 1 - m.resident[i] - m.found_back[i] - m.restored[i]
+        if i == self.L - 1:
+            below = m.resident[i - D] if i >= D else 0
+            return m.load_back[i] >= self._in_segment(range(self.L - D, self.L)) - D + 1 - below
+        return pyo.Constraint.Skip
+
+    def _load_restore(self, m: Any, i: int) -> Any:
+        """load_restore(i) >= 1 where boundary i is dropped and the layer below is neither resident nor in a slot."""
+        if i - 1 >= self.L - self.shape.weight_buffers:
+            return pyo.Constraint.Skip
+        return m.load_restore[i] >= m.drop[i] - m.resident[i - 1] - m.found_back[i - 1]
 
     def _every_micro_batch(self, m: Any, i: int) -> Any:
         """Each micro-batch of a layer has exactly one action, or the layer's boundary is dropped for all of them."""
@@ -187,7 +271,7 @@ class StepModel:
         self._load_chain(block, period, last=last)
         self._fetch_chain(block, period)
         self._send_chain(block)
-        self._gradient_chain(block, period)
+        self._gradient_chain(block, period, last=last)
         if self.nvme:
             self._drive_chain(block, period)
         self._cpu_chain(block, period, last=last)
@@ -197,15 +281,13 @@ class StepModel:
         return self._t(self.M * self.costs.units[unit].forward_s)
 
     def _backward_time(self, i: int) -> Any:
-        """Backward of a layer, its recomputation, and the no-grad forward that restores its dropped input."""
+        """Backward of a layer, its recomputation, and first the forwards that restore its segment's boundaries."""
         costs, m = self.costs, self.m
         layer = costs.layers[i]
         time = self._t(self.M * layer.backward_s)
         recomputed = self.M - self._count(i, "gpu", "host", "nvme", keeps=True)
         time += self._t(layer.forward_s) * recomputed
-        if i > 0:
-            time += self._t(self.M * costs.layers[i - 1].forward_s) * m.drop[i]
-        return time
+        return time + m.restoring[i]
 
     def _compute_chain(self, b: Any, period: Any) -> None:
         """Compute runs one operation at a time in step order, and the next step starts after the last one."""
@@ -224,10 +306,6 @@ class StepModel:
         end = b.embedding_backward + self._t(self.M * self.costs.embedding.backward_s)
         b.rules.add(b.forward[0] + period >= end)
 
-    def _streams_back(self, i: int) -> bool:
-        """Whether a streamed layer must be loaded again for backward: the topmost ones are still in their slots."""
-        return i < self.L - self.shape.weight_buffers
-
     def _load_time(self, unit: int, *, last: bool) -> Any:
         """Forward load of a unit: once a pass when streamed, once a step when resident."""
         costs, m = self.costs, self.m
@@ -236,19 +314,20 @@ class StepModel:
             return time
         if unit == 0:
             return time * (1 - m.embedding_resident)
+        if unit == self.L + 1:
+            return time * (1 - m.head_resident)
         if unit <= min(self.shape.weight_buffers, self.L):
             return 0.0  # still in its slot from the backward of the pass before
-        return time * (1 - (m.head_resident if unit == self.L + 1 else m.resident[unit - 1]))
+        return time * (1 - m.resident[unit - 1] - m.found_next[unit - 1])
 
     def _reload_time(self, i: int) -> Any:
-        """Backward load of a streamed layer, plus that of the layer below if it runs again to restore a boundary."""
-        costs, m = self.costs, self.m
-        time: Any = 0
-        if self._streams_back(i):
-            time += self._t(costs.h2d_s(costs.layers[i].weight_bytes)) * (1 - m.resident[i])
-        if i > 0:
-            time += self._t(costs.h2d_s(costs.layers[i - 1].weight_bytes)) * m.reload[i]
-        return time
+        """Backward load of a layer, after what its segment needs to restore its boundaries: weights, and the source's
+        boundaries where they were offloaded.
+        """
+        return (
+            self._t(self.costs.h2d_s(self.costs.layers[i].weight_bytes)) * self.m.load_back[i]
+            + (self.m.restoring_loads[i])
+        )
 
     def _if_resident(self, layers: range) -> Any:
         """Large where one of the layers is resident: a slot is then free earlier, and the rule is waived."""
@@ -268,36 +347,53 @@ class StepModel:
             if D < u <= L:
                 previous_user = b.forward[u - D] + self._forward_time(u - D)
                 b.rules.add(b.load[u] >= previous_user - self._if_resident(range(u - D - 1, u)))
+                if not last:  # the pass begins with full slots
+                    first_user = b.forward[1] + self._forward_time(1)
+                    none = self.m.resident[u - 1] + self.m.found_next[u - 1]
+                    b.rules.add(b.load[u] >= first_user - self._if_resident(range(1)) - self.horizon * none)
         if not self.tied:  # embedding and head share one place
             b.rules.add(b.load[L + 1] >= b.forward[0] + self._forward_time(0))
         for i in range(L - 1, -1, -1):
             end = b.reload[i] + self._reload_time(i)
-            b.rules.add(b.backward[i] >= end)
+            b.rules.add(b.backward[i] + self.m.restoring[i] >= end)
             b.rules.add(b.fetch[i] >= end)
-            if i + D < L:
-                previous_user = b.backward[i + D] + self._backward_time(i + D)
-                b.rules.add(b.reload[i] >= previous_user - self._if_resident(range(i, i + D + 1)))
+            topmost = min(i + D, L - 1)  # until it is done, all slots hold what is still needed
+            if i < topmost:
+                freed = b.backward[topmost] + self._backward_time(topmost)
+                kept = self._if_resident(range(i + 1, topmost + 1) if i + D < L else range(L - 1, L))
+                b.rules.add(b.reload[i] >= freed - kept - self.horizon * (1 - self.m.drop[i]))
+                if i + D < L:
+                    none = self.horizon * (1 - self.m.load_back[i])
+                    first_freed = b.backward[L - 1] + self._backward_time(L - 1)
+                    b.rules.add(b.reload[i] >= freed - kept - none)
+                    b.rules.add(b.reload[i] >= first_freed - self._if_resident(range(L - 1, L)) - none)
+            if i == L - 2:  # one slot for the restoring layers: loads and forwards take turns
+                b.rules.add(b.backward[i] >= end - self.m.restoring_fetches[i] - self._if_resident(range(L - D, L)))
             b.rules.add((b.reload[i - 1] if i else b.load[0] + period) >= b.fetched[i])
 
     def _fetch_chain(self, b: Any, period: Any) -> None:
         """Offloaded tensors come back in order of need, after their window's previous user, before their backward."""
         costs, L, M, W = self.costs, self.L, self.M, self.shape.transfer_window
-        away = self._away()
+        away = self.away()
         for i in range(L):
             layer = costs.layers[i]
             time = self._transfer(i, costs.h2d_s, away)
             count = self._count(i, *away)
             self.penalty += time
+            if i + 1 < L:
+                time -= self._boundaries_time() * self.m.moved[i + 1]
+                count -= M * self.m.moved[i + 1]
             b.rules.add(b.fetched[i] >= b.fetch[i] + time)
             # The micro-batches that never left come first, and cover the first fetch; the last one ends with the layer.
             backward = self._t(layer.backward_s)
             there = backward * (M - count) + self._t(layer.forward_s) * self._count(i, "gpu", keeps=False)
-            b.rules.add(b.backward[i] + there >= b.fetch[i] + time / M)
+            b.rules.add(b.backward[i] + self.m.restoring[i] + there >= b.fetch[i] + time / M)
             b.rules.add(b.backward[i] + self._backward_time(i) >= b.fetched[i] + backward)
             if i + W < L:
                 window = b.backward[i + W] + self._t(costs.layers[i + W].backward_s) * (M - count)
-                b.rules.add(b.fetch[i] >= window)
-                b.rules.add(b.fetched[i] >= b.backward[i + W] + self._backward_time(i + W) + time / M)
+                source = self.horizon * self.m.drop[i + 1]  # its boundaries come when its segment is restored
+                b.rules.add(b.fetch[i] >= window - source)
+                b.rules.add(b.fetched[i] >= b.backward[i + W] + self._backward_time(i + W) + time / M - source)
             if i > L - 2 - W:
                 self._after_sends(b, i, time)
 
@@ -311,25 +407,30 @@ class StepModel:
             waived = self.horizon * (1 - m.leaves[i, keeps])
             b.rules.add(b.fetched[i] >= left + fetch_time / self.M - waived)
 
+    def _sends(self, unit: int) -> Any:
+        """Tensors that leave after the forward of a unit: its saved ones, and boundaries of the layer above."""
+        away = self.away()
+        saved = self._count(unit - 1, *away, keeps=True) if unit >= 1 else 0
+        return saved + (self._count(unit, *away, keeps=False) if unit < self.L else 0)
+
     def _boundary_sends(self, i: int) -> Any:
         """Time in which the offloaded input boundaries of a layer leave the GPU."""
         if i >= self.L:
             return 0
-        return self._t(self.costs.d2h_s(self.costs.boundary_bytes)) * self._count(i, *self._away(), keeps=False)
+        return self._t(self.costs.d2h_s(self.costs.boundary_bytes)) * self._count(i, *self.away(), keeps=False)
 
     def _send_chain(self, b: Any) -> None:
         """What leaves goes in order of its making, starts after it is made, and is gone before the window moves on."""
         costs, L, M, W = self.costs, self.L, self.M, self.shape.transfer_window
-        away = self._away()
+        away = self.away()
         for u in range(L + 1):
             time = self._sent_after(u, costs.d2h_s, away)
             self.penalty += time
             one = self._t(costs.units[u].forward_s)
-            saved = self._count(u - 1, *away, keeps=True) if u >= 1 else 0
-            boundaries = self._count(u, *away, keeps=False) if u < L else 0
+            sends = self._sends(u)
             # Micro-batches whose tensors leave come last in the layer.
             b.rules.add(b.send[u] >= b.forward[u] + one)
-            b.rules.add(b.send[u] >= b.forward[u] + one * (M - saved - boundaries + 1))
+            b.rules.add(b.send[u] >= b.forward[u] + one * (M - sends + 1))
             b.rules.add(b.sent[u] >= b.send[u] + time)
             b.rules.add(b.sent[u] >= b.forward[u] + self._forward_time(u) + time / M)
             if u < L:
@@ -339,8 +440,10 @@ class StepModel:
                 b.rules.add(end >= b.sent[u] + self._t(costs.units[u + W].forward_s))
         b.rules.add(b.gradient[L + 1] >= b.sent[L])
 
-    def _gradient_chain(self, b: Any, period: Any) -> None:
-        """Gradients leave in backward order; a layer's backward waits for its gradient slot to be empty."""
+    def _gradient_chain(self, b: Any, period: Any, *, last: bool) -> None:
+        """Gradients leave in backward order; a layer's backward waits for its gradient slot to be empty. What the next
+        pass sends waits for them; after the last pass its forward already waits for their norms.
+        """
         costs, L, G = self.costs, self.L, self.shape.gradient_buffers
         end = {u: b.gradient[u] + self._t(costs.d2h_s(costs.units[u].parked_bytes)) for u in range(L + 2)}
         b.rules.add(b.gradient[L + 1] >= b.loss + self._t(self.M * costs.head.forward_s))
@@ -349,10 +452,16 @@ class StepModel:
         for i in range(L):
             b.rules.add(b.gradient[i + 1] >= b.backward[i] + self._backward_time(i))
             if i + G < L:
-                b.rules.add(b.backward[i] >= end[i + G + 1])
+                # What runs again before the layer's first backward needs no slot yet.
+                again = self._t(costs.layers[i].forward_s) * (1 - self._count(i, "gpu", keeps=True) / self.M)
+                b.rules.add(b.backward[i] + self.m.restoring[i] + again >= end[i + G + 1])
         b.rules.add(b.gradient[0] >= b.embedding_backward + self._t(self.M * costs.embedding.backward_s))
         b.rules.add(b.embedding_backward >= end[L + 1])
-        b.rules.add(b.send[0] + period >= end[0])
+        if last:
+            return
+        b.rules.add(b.loss + period >= end[0])  # embedding and head gradients share one place
+        for u in range(L + 1):
+            b.rules.add(b.send[u] + period >= end[0] - self.horizon * (1 - self.m.sends[u]))
 
     def _drive_chain(self, b: Any, period: Any) -> None:
         """Drive writes follow their sends, reads precede their fetches; staging in host memory fits the window."""
@@ -375,7 +484,8 @@ class StepModel:
             b.rules.add(b.fetched[i] >= b.drive_did_read[i] + self._transfer(i, costs.h2d_s, ("nvme",)) / M)
             b.rules.add((b.drive_read[i - 1] if i else b.drive_read[L - 1] + period) >= b.drive_did_read[i])
             if i + W < L:
-                b.rules.add(b.drive_read[i] >= b.backward[i + W] + self._t(costs.layers[i + W].backward_s))
+                source = self.horizon * self.m.drop[i + 1]
+                b.rules.add(b.drive_read[i] >= b.backward[i + W] + self._t(costs.layers[i + W].backward_s) - source)
 
     def _adding(self, last: bool) -> float:
         """Share of passes of this sort whose gradients are added to parked ones: all but the step's first."""
@@ -414,7 +524,7 @@ class StepModel:
     def _bandwidth(self, b: Any, period: Any, *, last: bool) -> None:
         """Host memory traffic of links, drive and CPU fits the DRAM bandwidth over the period."""
         costs, L = self.costs, self.L
-        away = self._away()
+        away = self.away()
         traffic: Any = 0
         for u, cost in enumerate(costs.units):
             traffic += cost.weight_bytes + cost.parked_bytes
@@ -423,110 +533,18 @@ class StepModel:
             if self.A > 1:
                 traffic += self._adding(last) * costs.accumulate_dram_bytes(cost)
             if 1 <= u <= L:
-                traffic += cost.weight_bytes * (1 - self.m.resident[u - 1]) if self._streams_back(u - 1) else 0.0
-                traffic += 2 * GB * self._bytes(u - 1, *away) + 2 * GB * self._bytes(u - 1, "nvme")
+                traffic += cost.weight_bytes * (self.m.load_back[u - 1] + (self.m.load_restore[u] if u < L else 0))
+                traffic += 2 * GB * self.stored(u - 1, *away) + 2 * GB * self.stored(u - 1, "nvme")
         bandwidth = float(costs.machine.host.dram_bandwidth) * self.time_unit_s
         b.dram = pyo.Constraint(expr=traffic / bandwidth <= period)
-
-    # --- memory ----------------------------------------------------------------------------------------------------
-    def _gpu_static(self) -> Any:
-        """Slots, vocabulary and resident weights, gradient slots (GB)."""
-        costs, m, L = self.costs, self.m, self.L
-        units = costs.units
-        m.all_resident = pyo.Var(domain=pyo.Binary)
-        m.all_resident_rule = pyo.Constraint(range(L), rule=lambda m, i: m.all_resident <= m.resident[i])
-        m.vocabulary_slot = pyo.Var(bounds=(0, None))
-        embedding, head = units[0].weight_bytes / GB, units[L + 1].weight_bytes / GB
-        m.vocabulary_embedding = pyo.Constraint(expr=m.vocabulary_slot >= embedding * (1 - m.embedding_resident))
-        m.vocabulary_head = pyo.Constraint(expr=m.vocabulary_slot >= head * (1 - m.head_resident))
-        largest = max(c.weight_bytes for c in costs.layers) / GB
-        gradients = min(self.shape.gradient_buffers, L) * max(c.gradient_bytes for c in costs.layers) / GB
-        vocabulary_gradient = max(units[0].gradient_bytes, units[L + 1].gradient_bytes) / GB
-        if self.tied:
-            vocabulary_gradient += units[L + 1].gradient_bytes / GB
-        return (
-            min(self.shape.weight_buffers, L) * largest * (1 - m.all_resident)
-            + m.vocabulary_slot
-            + embedding * m.embedding_resident
-            + head * m.head_resident
-            + sum(c.weight_bytes / GB * m.resident[i] for i, c in enumerate(costs.layers))
-            + gradients
-            + vocabulary_gradient
-        )
-
-    def _gpu_memory(self) -> None:
-        """At each layer's forward, at the loss and at each backward: static + kept + in flight + working set <= GPU."""
-        costs, m, L, M, W = self.costs, self.m, self.L, self.M, self.shape.transfer_window
-        boundary = costs.boundary_bytes / GB
-        capacity = self.capacities["gpu"] / GB
-        static = self._gpu_static()
-        m.static = pyo.Var(bounds=(0, None))
-        m.static_rule = pyo.Constraint(expr=m.static == static)
-        m.kept = pyo.Var(range(L), bounds=(0, None))
-        m.kept_rule = pyo.Constraint(
-            range(L), rule=lambda m, i: m.kept[i] == (m.kept[i - 1] if i else 0) + self._bytes(i, "gpu")
-        )
-        away = self._away()
-        m.gpu = pyo.ConstraintList()
-        for i in range(L):
-            layer = costs.layers[i]
-            # Outputs of this layer and the inputs it has not used yet: never more than M + 1 boundaries.
-            hidden = (M + 1) * boundary
-            for last in (i, i - 1):
-                leaving = sum(self._bytes_made(u, away) for u in range(max(0, last - W + 1), last + 1))
-                working = layer.forward_workspace_bytes / GB
-                m.gpu.add(m.static + m.kept[i] + hidden + leaving + working <= capacity)
-            # Backward: at its first micro-batch everything of the layer is still there.
-            working = (
-                max(layer.backward_workspace_bytes, layer.forward_workspace_bytes + costs.boundary_bytes) / GB
-                + layer.saved_bytes / GB
-            )
-            for first in (i, i - 1):
-                arriving = sum(self._bytes(j, *away) for j in range(max(0, first - W + 1), first + 1))
-                restored = M * boundary * m.run[i]
-                m.gpu.add(m.static + m.kept[i] + hidden + arriving + restored + working <= capacity)
-        head = (costs.head.forward_workspace_bytes + (M + 1) * costs.boundary_bytes) / GB
-        leaving = sum(self._bytes_made(u, away) for u in range(max(0, L - W + 1), L + 1))
-        m.gpu.add(m.static + m.kept[L - 1] + leaving + head <= capacity)
-
-    def _bytes_made(self, unit: int, away: tuple[str, ...]) -> Any:
-        """Bytes (GB) that leave after the forward of a unit."""
-        total: Any = 0
-        for a in self.actions:
-            if a.home in away and a.keeps and unit >= 1:
-                total += self._size(unit - 1, a) / GB * self.m.n[unit - 1, a.value]
-            if a.home in away and not a.keeps and unit < self.L:
-                total += self._size(unit, a) / GB * self.m.n[unit, a.value]
-        return total
-
-    def _capacity(self) -> None:
-        """Host, pinned and drive bytes of everything homed there fit."""
-        costs, m = self.costs, self.m
-        parameters = sum(u.parameters for u in costs.units)
-        parked = sum(u.parked_bytes for u in costs.units)
-        streamed = parameters * costs.stream_copy_bytes
-        staging = STAGING_SLOTS * max(u.parked_bytes for u in costs.units) if self.A > 1 else 0.0
-        stored = sum(self._bytes(i, "host") for i in range(self.L))
-        pinned = (parked + streamed + staging) / GB + stored
-        if self.nvme:  # staging of at most one window in each direction
-            window = self.shape.transfer_window * self.M * max(c.saved_bytes for c in costs.layers)
-            pinned += 2 * min(window, self.M * costs.boundary_bytes) / GB
-        state = parameters * (DTYPE_BYTES["fp32"] + ADAM_MOMENT_BYTES) / GB
-        m.host = pyo.Constraint(expr=state + pinned <= self.capacities["host"] / GB)
-        if costs.machine.gpu.device != "cpu":
-            m.pinned = pyo.Constraint(expr=pinned <= self.capacities["pinned"] / GB)
-        if self.nvme:
-            m.drive = pyo.Constraint(
-                expr=sum(self._bytes(i, "nvme") for i in range(self.L)) <= self.capacities["nvme"] / GB
-            )
 
     def _max_penalty(self) -> float:
         """The largest value the tie-break term can take, in time units."""
         costs, away = self.costs, [a for a in self.actions if a.home != "gpu"]
         total = 0.0
         for i, layer in enumerate(costs.layers):
-            most = max((costs.h2d_s(self._size(i, a)) + costs.d2h_s(self._size(i, a)) for a in away), default=0.0)
+            most = max((costs.h2d_s(self.size(i, a)) + costs.d2h_s(self.size(i, a)) for a in away), default=0.0)
             if self.nvme:
-                most += max(costs.nvme_write_s(self._size(i, a)) for a in away if a.home == "nvme")
+                most += max(costs.nvme_write_s(self.size(i, a)) for a in away if a.home == "nvme")
             total += self._t(self.M * (most + layer.forward_s))
         return total * (2 if self.A > 1 else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 from lazytrain.costs.table import CostTable
 from lazytrain.errors import InputError
@@ -12,6 +11,7 @@ from lazytrain.models.spec import DTYPE_BYTES
 from lazytrain.schedule.memory import STAGING_SLOTS, is_resident, static_memory, weight_slots
 from lazytrain.schedule.plan import Action, Plan
 from lazytrain.schedule.program import Buffer, BufferKind, Dep, Kind, Op, Resource, StepProgram
+from lazytrain.schedule.slots import WeightSlots
 
 
 def build_program(plan: Plan, costs: CostTable) -> StepProgram:
@@ -24,22 +24,6 @@ def build_program(plan: Plan, costs: CostTable) -> StepProgram:
     return _Builder(plan, costs).build()
 
 
-@dataclass
-class _WeightSlots:
-    """The slots of streamed layer weights: which unit each holds, since when, and its last user."""
-
-    count: int
-    unit: list[int] = field(default_factory=list)
-    load: list[int] = field(default_factory=list)
-    last_user: list[int] = field(default_factory=list)
-    first_load: dict[int, int] = field(
-        default_factory=dict
-    )  # slot -> first load of the step, to tie to the step before
-
-    def __post_init__(self) -> None:
-        self.unit, self.load, self.last_user = [-1] * self.count, [-1] * self.count, [-1] * self.count
-
-
 class _Builder:
     def __init__(self, plan: Plan, costs: CostTable):
         self.plan, self.costs = plan, costs
@@ -50,7 +34,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.buffer_of: dict[tuple[str, int, int], int] = {}  # live buffer of (kind, unit, micro)
         self.buffers: list[tuple[BufferKind, str, float, int, list[int], int, int]] = []
-        self.slots = _WeightSlots(weight_slots(plan))
+        self.slots = WeightSlots(weight_slots(plan), self.visits())
         self.loaded: dict[int, int] = {}  # resident unit -> its load
         self.vocabulary_user = -1  # last compute op that used the shared vocabulary weights
         self.vocabulary_first_load = -1
@@ -118,7 +102,23 @@ class _Builder:
         return self.actions[unit - 1][micro]
 
     # --- weights ---------------------------------------------------------------------------------------------------
-    def load(self, unit: int, p: int, extra: list[int] | None = None, *, reuse: bool = False) -> tuple[int, int]:
+    def visits(self) -> list[int]:
+        """Streamed layers in the order in which a step uses their weights."""
+        one_pass = list(range(1, self.L + 1))
+        for start, end in reversed(self.plan.segments()):
+            one_pass += self.restoring(start + 1, end)
+            one_pass += range(end, start, -1)
+        return [unit for unit in one_pass * self.passes if not self.resident(unit)]
+
+    def restoring(self, first: int, last: int) -> range:
+        """The layers of a segment that run again without gradients to restore its dropped boundaries."""
+        if first == last:
+            return range(0)
+        return range(first, last + 1 if self.plan.style.recompute_whole_segment else last)
+
+    def load(
+        self, unit: int, p: int, extra: list[int] | None = None, *, reuse: bool = True, forward: bool = False
+    ) -> tuple[int, int]:
         """The operation that brings a unit's weights, and their slot; with ``reuse`` an earlier load if still there."""
         size = self.costs.units[unit].weight_bytes
         seconds = self.costs.h2d_s(size)
@@ -144,10 +144,11 @@ class _Builder:
                 self.vocabulary_first_load = op
             return op, -1
         slots = self.slots
-        if reuse and unit in slots.unit and self.plan.style.backward_prefetch:
-            slot = max((s for s in range(slots.count) if slots.unit[s] == unit), key=lambda s: slots.load[s])
+        slot = slots.visit(unit)
+        if reuse and slot >= 0:
             return slots.load[slot], slot
-        slot = min(range(slots.count), key=lambda s: slots.last_user[s])
+        if slot < 0:
+            slot = slots.victim(forward=forward)
         op = self.add(
             Kind.LOAD_WEIGHTS,
             Resource.H2D,
@@ -159,8 +160,7 @@ class _Builder:
             moved=size,
             dram=size,
         )
-        slots.first_load.setdefault(slot, op)
-        slots.unit[slot], slots.load[slot], slots.last_user[slot] = unit, op, op
+        slots.fill(slot, unit, op)
         return op, slot
 
     def used(self, unit: int, slot: int, op: int) -> None:
@@ -173,8 +173,7 @@ class _Builder:
     def forward(self, p: int) -> None:
         costs, M = self.costs, self.M
         for unit in range(self.L + 1):
-            # A pass ends with the lowest layers in their slots, where the next pass finds them.
-            weights, slot = self.load(unit, p, reuse=p > 0 and unit <= self.plan.weight_buffers)
+            weights, slot = self.load(unit, p, forward=True)
             cost = costs.units[unit]
             for m in range(M):
                 keep = unit > 0 and self.action(unit, m).keeps
@@ -319,8 +318,7 @@ class _Builder:
     def backward(self, p: int) -> None:
         self.backward_at = {}
         for start, end in reversed(self.plan.segments()):
-            if end - start > 1:
-                self.recompute_segment(start + 1, end, p)
+            self.recompute_segment(start + 1, end, p)
             for unit in range(end, start, -1):
                 self.backward_unit(unit, p)
         for m in range(self.M):  # embedding: adds rows into the table's gradient
@@ -343,9 +341,8 @@ class _Builder:
         """No-grad forward of units first..last-1, which brings the dropped boundaries first+1..last back."""
         costs = self.costs
         gate = [] if self.plan.style.backward_prefetch else [self.last_compute()]
-        useless = self.plan.style.recompute_whole_segment
-        for unit in range(first, last + 1 if useless else last):
-            weights, slot = self.load(unit, p, gate)
+        for unit in self.restoring(first, last):
+            weights, slot = self.load(unit, p, gate, reuse=self.plan.style.backward_prefetch)
             for m in range(self.M):
                 after = [weights]
                 if unit == first:
@@ -373,8 +370,7 @@ class _Builder:
         cost = costs.units[unit]
         in_segment = unit < self.L and bool(plan.layers[unit].dropped)  # boundary already fetched for the layers above
         gate = [] if plan.style.backward_prefetch else [self.last_compute()]
-        # Forward ends with the topmost layers in their slots.
-        weights, slot = self.load(unit, p, gate, reuse=unit > self.L - self.plan.weight_buffers)
+        weights, slot = self.load(unit, p, gate, reuse=plan.style.backward_prefetch)
         gradient_slot = (self.L - unit) % plan.gradient_buffers
         op = -1
         for m in range(M):
