@@ -133,6 +133,24 @@ def test_weight_slots_are_never_overwritten_in_use(data: st.DataObject, M: int, 
                 assert intervals[load.id][1] <= intervals[last.id][0] + 1e-12 or intervals[load.id][0] >= end - 1e-12
 
 
+@pytest.mark.parametrize(
+    ("dropped", "reloaded"),
+    [
+        ([], [4, 3, 2, 1]),  # of six layers the topmost two are still in the two slots at the turn
+        ([6], [4, 3, 2, 1]),  # layers 5 and 6 as one segment at the top: both are there
+        ([3, 4], [2, 3, 4, 2, 1]),  # segment 2..4: restoring needs 2 and 3, then 4; 3 is still there, 2 is not
+        ([2, 3, 4], [1, 2, 3, 4, 2, 1]),
+    ],
+)
+def test_backward_loads_as_few_weights_as_two_slots_allow(dropped: list[int], reloaded: list[int]) -> None:
+    layers = [LayerDecision(dropped=2) if u in dropped else LayerDecision(boundary_gpu=2) for u in range(1, 7)]
+    costs = CostTable(builders.model(6), builders.machine(), builders.job(), 2)
+    program = build_program(plan_of(layers, 2, weight_buffers=2), costs)
+    loads = [op.unit for op in program.ops if op.kind is Kind.LOAD_WEIGHTS and 1 <= op.unit <= 6]
+    assert loads[:6] == [1, 2, 3, 4, 5, 6]
+    assert loads[6:] == reloaded
+
+
 def test_actions_follow_the_fixed_order() -> None:
     layer = LayerDecision(keep_gpu=1, keep_host=2, boundary_gpu=1)
     assert layer.actions() == [Action.KEEP_GPU, Action.BOUNDARY_GPU, Action.KEEP_HOST, Action.KEEP_HOST]

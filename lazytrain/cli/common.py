@@ -37,7 +37,9 @@ AccumulationOption = Annotated[int, typer.Option("--accumulation", "-a", help="A
 MicroOption = Annotated[
     int | None, typer.Option("--micro-batches", "-M", help="M: micro-batches a pass; searched if not given.")
 ]
-TimeLimitOption = Annotated[float, typer.Option("--time-limit", help="Seconds the solver may take.")]
+TimeLimitOption = Annotated[
+    float, typer.Option("--time-limit", help="Seconds for the solver; policies and simulation come on top.")
+]
 GapOption = Annotated[float, typer.Option("--gap", help="Relative distance to the bound at which it may stop.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 WhatIfOption = Annotated[

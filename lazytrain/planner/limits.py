@@ -9,6 +9,7 @@ import pyomo.environ as pyo
 from lazytrain.costs.table import ADAM_MOMENT_BYTES
 from lazytrain.models.spec import DTYPE_BYTES
 from lazytrain.schedule.memory import STAGING_SLOTS
+from lazytrain.schedule.plan import Action
 
 if TYPE_CHECKING:
     from lazytrain.planner.program import StepModel
@@ -64,15 +65,16 @@ def gpu_memory(model: StepModel) -> None:
             leaving = sum(_bytes_made(model, u, away) for u in range(max(0, last - W + 1), last + 1))
             working = layer.forward_workspace_bytes / GB
             m.gpu.add(m.static + m.kept[i] + hidden + leaving + working <= capacity)
-        # Backward: at its first micro-batch everything of the layer is still there.
-        working = (
-            max(layer.backward_workspace_bytes, layer.forward_workspace_bytes + costs.boundary_bytes) / GB
-            + layer.saved_bytes / GB
-        )
+        # Backward: at its first micro-batch everything of the layer is still there, and what a recomputed one saves is
+        # made then; kept ones come first, so that the place of the first of them is free by then.
+        working = max(layer.backward_workspace_bytes, layer.forward_workspace_bytes + costs.boundary_bytes) / GB
+        made = layer.saved_bytes / GB * (1 - m.n[i, Action.KEEP_GPU.value])
         for first in (i, i - 1):
             arriving = sum(model.stored(j, *away) for j in range(max(0, first - W + 1), first + 1))
             restored = M * boundary * m.run[i]
-            m.gpu.add(m.static + m.kept[i] + hidden + arriving + restored + working <= capacity)
+            there = m.static + m.kept[i] + hidden + arriving + restored + working
+            m.gpu.add(there <= capacity)
+            m.gpu.add(there + made <= capacity)
     head = (costs.head.forward_workspace_bytes + (M + 1) * costs.boundary_bytes) / GB
     leaving = sum(_bytes_made(model, u, away) for u in range(max(0, L - W + 1), L + 1))
     m.gpu.add(m.static + m.kept[L - 1] + leaving + head <= capacity)
