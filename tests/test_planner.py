@@ -88,7 +88,7 @@ def test_solved_plan_is_the_best_of_all(layers: int, M: int, changes: dict[str, 
     kinds=st.integers(1, 2),
     passes=st.sampled_from([1, 1, 3]),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_period_agrees_with_the_simulator(
     layers: int, M: int, link: float, adamw: float, memory: float, kinds: int, passes: int
 ) -> None:
@@ -219,11 +219,11 @@ def test_megatrain_recomputes_ten_n() -> None:
 
 @given(
     data=st.data(), layers=st.sampled_from([2, 4, 8]), M=st.sampled_from([1, 2, 4]), link=st.floats(0.5, 50),
-    adamw=st.floats(0.1, 4), passes=st.sampled_from([1, 1, 3]),
+    adamw=st.floats(0.1, 4), passes=st.sampled_from([1, 1, 3]), slots=st.sampled_from([2, 3]),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_program_never_overrates_a_plan(
-    data: st.DataObject, layers: int, M: int, link: float, adamw: float, passes: int
+    data: st.DataObject, layers: int, M: int, link: float, adamw: float, passes: int, slots: int
 ) -> None:
     """With a plan's decisions fixed, the program's period is at most the simulated one, so its bound is a bound."""
     spec = builders.model(layers, hidden=256, parameters=2_000_000, saved_per_token=8000)
@@ -232,16 +232,15 @@ def test_the_program_never_overrates_a_plan(
         host__adamw=(f"{adamw:.3f} Gparams/s", "param_rate"), host__dram_bandwidth=("5 TB/s", "byte_rate"),
     )  # fmt: skip
     job = builders.job(batch=4, seq=512, accumulation=passes)
-    objective, simulated = fixed_and_simulated(data.draw(decisions(layers, M)), spec, machine, job, M)
+    objective, simulated = fixed_and_simulated(data.draw(decisions(layers, M)), spec, machine, job, M, Shape(slots))
     assert objective <= simulated * 1.005
     assert objective >= simulated * 0.75
 
 
 def fixed_and_simulated(
-    chosen: Sequence[LayerDecision], spec: ModelSpec, machine: Machine, job: TrainingJob, M: int
+    chosen: Sequence[LayerDecision], spec: ModelSpec, machine: Machine, job: TrainingJob, M: int, shape: Shape
 ) -> tuple[float, float]:
     """Seconds of a step by the program with these decisions fixed, and by the simulator."""
-    shape = Shape()
     model = StepModel(CostTable(spec, machine, job, M), shape)
     for i, layer in enumerate(chosen):
         for action in model.actions:

@@ -324,10 +324,8 @@ class StepModel:
         """Backward load of a layer, after what its segment needs to restore its boundaries: weights, and the source's
         boundaries where they were offloaded.
         """
-        return (
-            self._t(self.costs.h2d_s(self.costs.layers[i].weight_bytes)) * self.m.load_back[i]
-            + (self.m.restoring_loads[i])
-        )
+        own = self._t(self.costs.h2d_s(self.costs.layers[i].weight_bytes)) * self.m.load_back[i]
+        return own + self.m.restoring_loads[i] + self.m.restoring_fetches[i]
 
     def _if_resident(self, layers: range) -> Any:
         """Large where one of the layers is resident: a slot is then free earlier, and the rule is waived."""
@@ -335,7 +333,7 @@ class StepModel:
 
     def _load_chain(self, b: Any, period: Any, *, last: bool) -> None:
         """Weight loads go in order, each before its layer computes and after its slot's previous user."""
-        L, D = self.L, self.shape.weight_buffers
+        L, D = self.L, min(self.shape.weight_buffers, self.L)
         for u in range(L + 2):
             end = b.load[u] + self._load_time(u, last=last)
             if u <= L:
@@ -361,14 +359,18 @@ class StepModel:
             if i < topmost:
                 freed = b.backward[topmost] + self._backward_time(topmost)
                 kept = self._if_resident(range(i + 1, topmost + 1) if i + D < L else range(L - 1, L))
-                b.rules.add(b.reload[i] >= freed - kept - self.horizon * (1 - self.m.drop[i]))
+                # Restoring loads nothing where its layers are all among those.
+                nothing = self.horizon * sum(1 - self.m.drop[j] for j in range(min(i, L - D), i + 1))
+                loads = b.reload[i] + self.m.restoring_fetches[i]  # fetches need no slot
+                b.rules.add(loads >= freed - kept - nothing)
                 if i + D < L:
                     none = self.horizon * (1 - self.m.load_back[i])
                     first_freed = b.backward[L - 1] + self._backward_time(L - 1)
-                    b.rules.add(b.reload[i] >= freed - kept - none)
-                    b.rules.add(b.reload[i] >= first_freed - self._if_resident(range(L - 1, L)) - none)
+                    b.rules.add(loads >= freed - kept - none)
+                    b.rules.add(loads >= first_freed - self._if_resident(range(L - 1, L)) - none)
             if i == L - 2:  # one slot for the restoring layers: loads and forwards take turns
-                b.rules.add(b.backward[i] >= end - self.m.restoring_fetches[i] - self._if_resident(range(L - D, L)))
+                waived = self._if_resident(range(max(0, i - self.shape.max_segment), L))
+                b.rules.add(b.backward[i] >= end - self.m.restoring_fetches[i] - waived)
             b.rules.add((b.reload[i - 1] if i else b.load[0] + period) >= b.fetched[i])
 
     def _fetch_chain(self, b: Any, period: Any) -> None:
