@@ -22,6 +22,8 @@ from lazytrain.simulator import Simulation, judge, simulate
 
 MAX_MICRO_BATCHES = 16
 TIGHTENINGS = 3
+SHAPES = (Shape(weight_buffers=2), Shape(weight_buffers=3))
+SMALLEST = (Shape(weight_buffers=1, gradient_buffers=1, transfer_window=1),)  # searched where neither of those fits
 Progress = Callable[[str], None]
 
 
@@ -95,6 +97,7 @@ class Planner:
             raise InputError(f"{machine.name} has no NVMe drive to plan with")
         self.model, self.machine, self.job, self.homes = model, machine, job, tuple(homes)
         self.progress = progress
+        self.chosen = micro_batches
         self.candidates = micro_batch_candidates(job.batch_size, micro_batches)
         self.costs = {m: CostTable(model, machine, job, m) for m in self.candidates}
         self.policies = PolicyMaker(model, machine, job)
@@ -106,33 +109,40 @@ class Planner:
         """The best plan found, or, where none fits, the most frugal one with the limits it breaks and advice."""
         started = time.monotonic()
         deadline = started + time_limit_s
-        best, bound, status = self._search(deadline, gap)
+        best, bound, status = self._search(deadline, gap, SHAPES)
+        if best is None:
+            self.progress("nothing fits with 2 or 3 weight slots: trying one")
+            best, bound, status = self._search(deadline, gap, SMALLEST)
         self.progress("comparing with simple policies")
-        rivals = self.rivals(best.plan.micro_batches if best else self.candidates[-1])
+        rivals = list(self.rivals(best.plan.micro_batches if best else self.candidates[-1]))
+        if best is None:
+            rivals += [self._evaluate(p) for p in self.policies.frugal(self.candidates[-1])]
         fitting = [o for o in rivals if o.feasible and o.plan.style.executable]
         rival = min(fitting, key=lambda o: o.step_seconds, default=None)
         if best is not None and rival is not None and _better(rival, best):
             self.progress(f"'{rival.plan.policy}' is ahead within the gap: solving to a tenth of it")
-            again, _ = self._solve_and_check(
-                best.plan.micro_batches,
-                Shape(best.plan.weight_buffers),
-                max(deadline - time.monotonic(), 1.0),
-                gap / 10,
-            )
+            shape = Shape(best.plan.weight_buffers, best.plan.gradient_buffers, best.plan.transfer_window)
+            left = max(deadline - time.monotonic(), 1.0)
+            again, _ = self._solve_and_check(best.plan.micro_batches, shape, left, gap / 10)
             best = again if again is not None and _better(again, best) else best
         if rival is not None and (best is None or _better(rival, best)):
             best, status = rival, f"{status}; the policy '{rival.plan.policy}' is better and was taken"
+            if rival.step_seconds < bound:
+                bound, status = 0.0, f"{status}: it lies outside what the program covers, so nothing is proven of it"
         if best is None:
             return self._explain()
         objective = best.plan.certificate.objective if best.plan.certificate else best.step_seconds
         bound = min(bound, objective)
+        note = f"for {self._covered}, segments of up to {SHAPES[0].max_segment} layers and this order of operations"
+        if self.job.accumulation > 1:
+            note += "; passes are modelled as alike, so the bound is approximate"
         certificate = Certificate(
             status=status, objective=objective, bound=bound, gap=(objective - bound) / objective,
-            seconds=time.monotonic() - started, note=f"for {self._covered} and this order of operations",
+            seconds=time.monotonic() - started, note=note,
         )  # fmt: skip
         return replace(best, plan=best.plan.model_copy(update={"certificate": certificate, "policy": "lazytrain"}))
 
-    def _relaxations(self, deadline: float, gap: float) -> list[tuple[float, int, Shape]]:
+    def _relaxations(self, deadline: float, gap: float, shapes: Sequence[Shape]) -> list[tuple[float, int, Shape]]:
         """(bound, M, shape) of every option that fits by its relaxation, most promising first.
 
         Takes at most half of the time left; what was not reached is not covered by the certificate.
@@ -140,25 +150,24 @@ class Planner:
         started = time.monotonic()
         options: list[tuple[float, int, Shape]] = []
         tried: list[str] = []
-        for slots in (2, 3):
+        for shape in shapes:
             for m in self.candidates:
                 left = (started + deadline) / 2 - time.monotonic()
                 if left <= 0 and options:
                     break
-                shape = Shape(weight_buffers=slots)
                 relaxed = self._solve(m, shape, {}, max(left, 1.0), gap, relax=True)
-                tried.append(f"M={m} with {slots}")
+                tried.append(f"M={m} with {shape.weight_buffers}")
                 if not relaxed.infeasible:
                     options.append((relaxed.bound, m, shape))
-                    self.progress(f"M={m}, {slots} weight slots: at least {relaxed.bound:.3g} s a step")
-        everything = len(tried) == 2 * len(self.candidates)
-        counts = ", ".join(map(str, self.candidates))
-        self._covered = f"M in {counts} with 2 or 3 weight slots" if everything else f"{', '.join(tried)} weight slots"
+                    self.progress(f"M={m}, {shape.weight_buffers} weight slots: at least {relaxed.bound:.3g} s a step")
+        everything = len(tried) == len(shapes) * len(self.candidates)
+        counts, slots = ", ".join(map(str, self.candidates)), " or ".join(str(s.weight_buffers) for s in shapes)
+        self._covered = f"M in {counts} with {slots} weight slots" if everything else f"{', '.join(tried)} weight slots"
         return sorted(options, key=lambda option: (option[0], option[1], option[2].weight_buffers))
 
-    def _search(self, deadline: float, gap: float) -> tuple[Outcome | None, float, str]:
+    def _search(self, deadline: float, gap: float, shapes: Sequence[Shape]) -> tuple[Outcome | None, float, str]:
         """Best outcome over micro-batch counts and slot counts, the lowest bound, and why the search stopped."""
-        options = self._relaxations(deadline, gap)
+        options = self._relaxations(deadline, gap, shapes)
         best: Outcome | None = None
         best_objective, lowest, status = math.inf, math.inf, "optimal within the asked gap"
         for k, (relaxed_bound, m, shape) in enumerate(options):
@@ -262,22 +271,22 @@ class Planner:
         if largest:
             advice.append(f"--batch-size {largest} fits")
         for v in outcome.verdict.violations:
-            advice.append(f"{v.limit} of at least {v.needed_bytes / 2**30:.1f} GiB usable would fit this job")
-        if not outcome.verdict.violations:  # fits in simulation only with a plan that no search found: say that much
-            advice.append("the most frugal plan fits in simulation; give more --time-limit")
+            needed = math.ceil(v.needed_bytes / 2**30 * 100) / 100
+            advice.append(f"{v.limit} of at least {needed:.2f} GiB usable would fit this job")
         return replace(outcome, advice=tuple(advice))
 
     def _largest_batch(self) -> int:
-        """The largest smaller batch whose most frugal plan fits; 0 when not even one sequence does."""
+        """The largest smaller batch whose most frugal plan fits; 0 when not even the smallest one does."""
+        step = self.chosen or 1  # a micro-batch count that the user gave must divide the batch
 
         def fits(batch: int) -> bool:
             job = self.job.model_copy(update={"batch_size": batch})
             makers = PolicyMaker(self.model, self.machine, job)
-            count = micro_batch_candidates(batch, None)[-1]
+            count = micro_batch_candidates(batch, self.chosen)[-1]
             return any(evaluate(p, self.model, self.machine).feasible for p in makers.frugal(count))
 
-        low, high = 0, self.job.batch_size - 1
+        low, high = 0, (self.job.batch_size - 1) // step
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low
+            low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+        return low * step

@@ -30,8 +30,9 @@ def _capacity(verdict: Verdict, available: Mapping[str, float], shared_memory: b
     found = []
     for tier, name in _TIERS.items():
         needed = verdict.peak_bytes.get(tier, 0.0)
-        if needed > available.get(tier, 0.0):
-            found.append(f"{name}: the plan needs {format_bytes(needed)}, free here {format_bytes(available[tier])}")
+        free = available.get(tier, 0.0)
+        if needed > free:
+            found.append(f"{name}: the plan needs {format_bytes(needed)}, free here {format_bytes(free)}")
     both = verdict.peak_bytes["gpu"] + verdict.peak_bytes["host"]
     if shared_memory and not found and both > available["host"]:
         found.append(

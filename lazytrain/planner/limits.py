@@ -97,6 +97,7 @@ def tier_capacity(model: StepModel) -> None:
     parameters = sum(u.parameters for u in costs.units)
     parked = sum(u.parked_bytes for u in costs.units)
     streamed = parameters * costs.stream_copy_bytes
+    streamed_masters = 0 if costs.stream_copy_bytes else parameters * DTYPE_BYTES["fp32"]
     staging = STAGING_SLOTS * max(u.parked_bytes for u in costs.units) if model.A > 1 else 0.0
     stored = sum(model.stored(i, "host") for i in range(model.L))
     pinned = (parked + streamed + staging) / GB + stored
@@ -106,7 +107,7 @@ def tier_capacity(model: StepModel) -> None:
     state = parameters * (DTYPE_BYTES["fp32"] + ADAM_MOMENT_BYTES) / GB
     m.host = pyo.Constraint(expr=state + pinned <= model.capacities["host"] / GB)
     if costs.machine.gpu.device != "cpu":
-        m.pinned = pyo.Constraint(expr=pinned <= model.capacities["pinned"] / GB)
+        m.pinned = pyo.Constraint(expr=pinned + streamed_masters / GB <= model.capacities["pinned"] / GB)
     if model.nvme:
         m.drive = pyo.Constraint(
             expr=sum(model.stored(i, "nvme") for i in range(model.L)) <= model.capacities["nvme"] / GB

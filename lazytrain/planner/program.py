@@ -58,15 +58,7 @@ class StepModel:
         compute = self.M * sum(2 * c.forward_s + c.backward_s for c in costs.units)
         self.time_unit_s = max(compute, sum(costs.update_s(c) for c in costs.units)) / 10
         # No start time can lie further from another than all work of a step done serially.
-        self.horizon = self._t(
-            sum(
-                self.M * (2 * c.forward_s + c.backward_s)
-                + 2 * costs.h2d_s(c.weight_bytes)
-                + costs.d2h_s(c.parked_bytes)
-                + costs.update_s(c)
-                for c in costs.units
-            )
-        )
+        self.horizon = self._t(sum(self._serial_s(u) for u in range(self.L + 2)))
         self.m = pyo.ConcreteModel()
         self.penalty: Any = 0
         self._decisions()
@@ -87,6 +79,17 @@ class StepModel:
     # --- durations and sizes as expressions -------------------------------------------------------------------------
     def _t(self, seconds: float) -> float:
         return seconds / self.time_unit_s
+
+    def _serial_s(self, unit: int) -> float:
+        """Seconds of all work of a unit, done serially: no start time can lie further from another than their sum."""
+        costs, cost = self.costs, self.costs.units[unit]
+        moved = max(cost.saved_bytes, costs.boundary_bytes)
+        away = costs.h2d_s(moved) + costs.d2h_s(moved)
+        if self.nvme:
+            away += costs.nvme_read_s(moved) + costs.nvme_write_s(moved)
+        gradient = costs.d2h_s(cost.parked_bytes) + costs.norm_s(cost) + costs.accumulate_s(cost)
+        compute = 2 * cost.forward_s + cost.backward_s
+        return self.M * (compute + away) + 2 * costs.h2d_s(cost.weight_bytes) + gradient + costs.update_s(cost)
 
     def size(self, layer: int, action: Action) -> float:
         """Bytes of what one micro-batch of a layer stores under an action."""
@@ -432,7 +435,7 @@ class StepModel:
             sends = self._sends(u)
             # Micro-batches whose tensors leave come last in the layer.
             b.rules.add(b.send[u] >= b.forward[u] + one)
-            b.rules.add(b.send[u] >= b.forward[u] + one * (M - sends + 1))
+            b.rules.add(b.send[u] >= b.forward[u] + one * (M - sends + sends / M))
             b.rules.add(b.sent[u] >= b.send[u] + time)
             b.rules.add(b.sent[u] >= b.forward[u] + self._forward_time(u) + time / M)
             if u < L:

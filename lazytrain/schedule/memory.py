@@ -67,8 +67,9 @@ def _gpu(plan: Plan, costs: CostTable) -> list[StaticItem]:
 
 def _host(plan: Plan, costs: CostTable, pinned: bool) -> list[StaticItem]:
     parameters = sum(u.parameters for u in costs.units)
+    masters = float(parameters * DTYPE_BYTES[plan.style.master_dtype])  # the device reads them if there is no copy
     items = [
-        StaticItem("host", "master weights", float(parameters * DTYPE_BYTES[plan.style.master_dtype])),
+        StaticItem("host", "master weights", masters, pinned and costs.stream_copy_bytes == 0),
         StaticItem("host", "moments", float(parameters * ADAM_MOMENT_BYTES)),
         StaticItem("host", "streamed weights", float(parameters * costs.stream_copy_bytes), pinned),
         StaticItem("host", "parked gradients", sum(u.parked_bytes for u in costs.units), pinned),
