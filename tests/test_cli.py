@@ -184,6 +184,8 @@ def test_bad_plan_files(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     assert "other things" in refused("export", str(path), "-o", str(tmp_path / "mine"))
+    (tmp_path / "mine" / "program.json").write_text("{}")  # as a run's folder has beside its weights
+    assert "other things" in refused("export", str(path), "-o", str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 

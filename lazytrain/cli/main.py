@@ -60,3 +60,7 @@ def main() -> None:
         sys.exit(0)
     except OSError as error:
         fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
+    except Exception as error:  # exit code 1 means infeasible, so no fault of ours may end with it
+        if os.environ.get("LAZYTRAIN_DEBUG"):
+            raise
+        fail(f"unexpected {type(error).__name__}: {error} (set LAZYTRAIN_DEBUG=1 for where)", 2)

@@ -65,6 +65,12 @@ def _planner(
     return Planner(spec, machine, job, homes=homes, micro_batches=micro, progress=tell)
 
 
+def _check_search(time_limit: float, gap: float) -> None:
+    positive("--time-limit", time_limit)
+    if not 0 <= gap < 1:
+        raise InputError(f"--gap must be at least 0 and below 1 (got {gap})")
+
+
 def plan(
     model: ModelOption,
     hardware: HardwareOption,
@@ -80,9 +86,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Solve for the fastest step that fits, and check it in simulation."""
-    positive("--time-limit", time_limit)
-    if not 0 <= gap < 1:
-        raise InputError(f"--gap must be at least 0 and below 1 (got {gap})")
+    _check_search(time_limit, gap)
     with progress(as_json) as tell:
         planner = _planner(model, hardware, batch_size, seq_len, accumulation, micro_batches, what_if, tell)
         outcome = planner.plan(time_limit_s=time_limit, gap=gap)
@@ -137,7 +141,7 @@ def policies(
     as_json: JsonOption = False,
 ) -> None:
     """Put our plan and published policies side by side on the same simulator."""
-    positive("--time-limit", time_limit)
+    _check_search(time_limit, gap)
     with progress(as_json) as tell:
         planner = _planner(model, hardware, batch_size, seq_len, accumulation, micro_batches, what_if, tell)
         ours = planner.plan(time_limit_s=time_limit, gap=gap)
@@ -211,11 +215,14 @@ def export(
         out.print(f"wrote {output}: run it with `lazytrain run {output} --data FILE`", markup=False, highlight=False)
 
 
+EXPORTED = {"plan.json", "program.json", "verdict.json"}
+
+
 def write_export(plan: Plan, outcome: Outcome, folder: Path) -> None:
     """The folder appears complete or not at all; an existing one that is not an export is not touched."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: exists and is not a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "program.json").exists():
+    if folder.is_dir() and not {entry.name for entry in folder.iterdir()} <= EXPORTED:
         raise InputError(f"{folder}: is a folder with other things in it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
