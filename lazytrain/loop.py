@@ -270,9 +270,12 @@ class Planner:
         largest = self._largest_batch() if outcome.verdict.violations else 0
         if largest:
             advice.append(f"--batch-size {largest} fits")
-        for v in outcome.verdict.violations:
-            needed = math.ceil(v.needed_bytes / 2**30 * 100) / 100
-            advice.append(f"{v.limit} of at least {needed:.2f} GiB usable would fit this job")
+        needed = [
+            f"{v.limit} of at least {math.ceil(v.needed_bytes / 2**30 * 100) / 100:.2f} GiB usable"
+            for v in outcome.verdict.violations
+        ]
+        if needed:
+            advice.append(f"{' and '.join(needed)} would fit this job")
         return replace(outcome, advice=tuple(advice))
 
     def _largest_batch(self) -> int:

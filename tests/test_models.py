@@ -17,7 +17,7 @@ from lazytrain.models import list_models, load_config, load_model
 from lazytrain.models.architecture import Architecture, checkpoint_names
 from lazytrain.models.configs import config_digest
 
-# Billions of parameters (/work/shared/reference/hardware.md and the models' cards).
+# Billions of parameters (the models' cards).
 TOTALS = {
     "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77,
     "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.60, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02,
