@@ -1,8 +1,9 @@
 """The mixed-integer program of one periodic training step (Pyomo).
 
 Start times of every layer's operations are continuous, durations are linear in the decisions, and each resource serves
-in a fixed order, so all timing is precedences without big-M. Decisions are counts of micro-batches per layer and
-action, dropped boundaries, and resident weights. Time is in units of ``time_unit_s``, memory in GB.
+in a fixed order, so timing is precedences; big-M terms only waive those that residency or a dropped boundary removes.
+Decisions are counts of micro-batches per layer and action, dropped boundaries, and resident weights. Time is in units
+of ``time_unit_s``, memory in GB.
 
 Each constraint family is one function; its docstring states the inequality in words. The rules mirror those by which
 ``lazytrain.schedule.build`` orders a StepProgram; within a layer, micro-batches are taken as a stream.
