@@ -81,7 +81,7 @@ class _Writer:
 
 
 def calibrate(
-    directory: Path,
+    directory: Path | None,
     *,
     quick: bool = False,
     progress: Callable[[str, float], None] | None = None,
@@ -91,7 +91,7 @@ def calibrate(
     host_share: float = 0.5,
     adamw_steps: AdamwSteps | None = None,
 ) -> Machine:
-    """Measure this machine; the drive is the one that holds ``directory``.
+    """Measure this machine; the drive is the one that holds ``directory``, and none is measured without it.
 
     ``quick`` takes under 40 s, the full run up to 3 minutes. ``progress`` is told each probe and the share done.
     ``device`` is "cuda" or "cpu" (default: CUDA where there is one). On a cpu device ``gpu_share`` and ``host_share``
@@ -100,8 +100,7 @@ def calibrate(
     """
     import torch
 
-    directory = Path(directory)
-    if not directory.is_dir():
+    if directory is not None and not directory.is_dir():
         raise InputError(f"{directory}: no such directory")
     if not (gpu_share > 0 and host_share > 0 and gpu_share + host_share <= 1):
         raise InputError(f"gpu_share {gpu_share} and host_share {host_share} must be positive and at most 1 together")
@@ -133,7 +132,7 @@ class _Calibration:
         self.load = system.other_load()
         self.dram = 0.0  # bytes/s, known after the triads
 
-    def machine(self, directory: Path, name: str, gpu_share: float, host_share: float) -> Machine:
+    def machine(self, directory: Path | None, name: str, gpu_share: float, host_share: float) -> Machine:
         gpu = self._gpu(gpu_share)
         self.progress("copies", 0.65)
         link, copy_rate = self._link()
@@ -143,7 +142,8 @@ class _Calibration:
         problem = f"; the machine was busy (load {self.load:.1f} on {self.cores} cores)" if busy else ""
         nvme = None
         try:
-            nvme = self._nvme(directory, copy_rate)
+            if directory is not None:
+                nvme = self._nvme(directory, copy_rate)
         except ProbeRefused as refused:
             problem += f"; no drive: {refused}"
         self.progress("done", 1.0)

@@ -13,10 +13,8 @@ A machine file names its parts (``gpu: rtx-3090``) or holds them inline, and may
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
-import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +24,7 @@ import yaml
 from pydantic import ValidationError
 
 from lazytrain.errors import ProfileError
+from lazytrain.files import write_text_atomic
 from lazytrain.hwprofiles.schema import PART_TYPES, Frozen, Gpu, Host, Link, Machine, Nvme
 
 DATA = Path(__file__).parent / "data"
@@ -77,21 +76,9 @@ def load_nvme(name: str) -> Nvme:
 def save_machine(machine: Machine, path: str | Path) -> None:
     """Write a self-contained machine file that ``load_machine`` reads back with an equal digest.
 
-    Atomic: the file appears whole or not at all.
+    Atomic: the file appears whole or not at all. InputError when it cannot be written.
     """
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dump_machine(machine))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    write_text_atomic(Path(path), dump_machine(machine))
 
 
 def dump_machine(machine: Machine) -> str:
@@ -117,9 +104,9 @@ def _machine_path(name_or_path: str | Path) -> Path:
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
-    close += [k for k in known if name.lower() in k and k not in close]
+    close += [k for k in known if name and name.lower() in k and k not in close]
     if close:
-        return f"no {what} profile '{name}'; did you mean {', '.join(close)}?"
+        return f"no {what} profile '{name}'; did you mean {', '.join(close[:6])}?"
     return f"no {what} profile '{name}'; there are {', '.join(known)}"
 
 

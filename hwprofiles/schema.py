@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,7 @@ from lazytrain.hwprofiles.quantity import (
 # One drive on four PCIe 5 lanes moves at most 15.75 GB/s: a probe above this has measured the page cache.
 DRIVE_LINK_BYTES_PER_S = 16e9
 
+Name = Annotated[str, Field(min_length=1)]
 Dtype = Literal["bf16", "fp16", "fp32", "fp16_fp16acc", "fp8"]
 
 
@@ -50,7 +51,7 @@ def _full_compute() -> Quantity:
 class Gpu(Frozen):
     """The compute device: a CUDA or HIP GPU, or the CPU itself (``device: cpu``)."""
 
-    name: str
+    name: Name
     vendor: str
     device: Literal["cuda", "cpu", "hip"] = "cuda"
     memory: Bytes = Field(description="as the driver reports it")
@@ -107,7 +108,7 @@ class Gpu(Frozen):
 class Link(Frozen):
     """Copies between host and device. On a cpu device: copies between two buffers in RAM."""
 
-    name: str
+    name: Name
     h2d: ByteRate = Field(description="pinned host to device, alone")
     d2h: ByteRate = Field(description="device to pinned host, alone")
     duplex: Ratio = Field(description="both directions at once, total over the faster one alone (1 x to 2 x)")
@@ -118,7 +119,7 @@ class Link(Frozen):
 class Host(Frozen):
     """CPU and RAM."""
 
-    name: str
+    name: Name
     memory: Bytes = Field(description="RAM that this process may fill")
     usable: Fraction = Field(description="share of memory a plan may fill, baseline included")
     pin_limit: Bytes | None = Field(default=None, description="bytes that may be page-locked; absent = all usable")
@@ -131,6 +132,8 @@ class Host(Frozen):
 
     @model_validator(mode="after")
     def _possible(self) -> Host:
+        if "fp32" not in self.adamw:
+            raise ValueError("adamw.fp32 is missing: the rate of the CPU's AdamW with fp32 moments")
         if self.baseline.si >= self.usable_bytes:
             raise ValueError(f"baseline ({self.baseline}) leaves nothing of {self.usable} of memory ({self.memory})")
         if self.pin_limit is not None and self.pin_limit.si > self.memory.si:
@@ -151,7 +154,7 @@ class Host(Frozen):
 class Nvme(Frozen):
     """A drive, or several striped as one: rates and sizes are those of the stripe."""
 
-    name: str
+    name: Name
     capacity: Bytes
     read: ByteRate
     write: ByteRate = Field(description="burst: while the drive's cache takes it")
@@ -177,7 +180,7 @@ class Nvme(Frozen):
 class Machine(Frozen):
     """One GPU, its link, the host, and perhaps a drive."""
 
-    name: str
+    name: Name
     description: str = ""
     gpu: Gpu
     link: Link

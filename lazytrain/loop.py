@@ -68,7 +68,8 @@ def evaluate(plan: Plan, model: ModelSpec, machine: Machine, *, dram_sharing: bo
     costs = CostTable(model, machine, plan.job, plan.micro_batches)
     program = build_program(plan, costs)
     simulation = simulate(program, dram_bandwidth=float(machine.host.dram_bandwidth) if dram_sharing else None)
-    verdict = judge(simulation, program, costs.capacities(), costs.assumed_rates())
+    rates = costs.assumed_rates(drive=simulation.run_peaks["nvme"].bytes > 0)
+    verdict = judge(simulation, program, costs.capacities(), rates)
     return Outcome(plan.model_copy(update={"verdict": verdict}), program, simulation, costs)
 
 

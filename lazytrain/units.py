@@ -61,11 +61,11 @@ def parse(text: str, dimension: str) -> float:
     return number * factor
 
 
-def format_bytes(n: float) -> str:
+def format_bytes(n: float, digits: int = 4) -> str:
     """Bytes in binary units, as people compare them with a card's memory: ``"41.3 GiB"``."""
     for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if abs(n) >= size:
-            return f"{n / size:.4g} {unit}" if abs(n) / size < 1000 else f"{n / size:.0f} {unit}"
+            return f"{n / size:.{digits}g} {unit}" if abs(n) / size < 1000 else f"{n / size:.0f} {unit}"
     return f"{n:.0f} B"
 
 
@@ -86,6 +86,11 @@ def format_seconds(s: float) -> str:
     if abs(s) >= 1e-3:
         return f"{s * 1e3:.1f} ms"
     return f"{s * 1e6:.1f} us"
+
+
+def plural(n: int, noun: str) -> str:
+    """``1 step``, ``2 steps``, ``2 passes``."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def format_params(n: float) -> str:

@@ -11,8 +11,6 @@ import numpy as np
 from lazytrain.schedule.program import StepProgram
 from lazytrain.simulator.graph import Graph
 
-TIERS = ("gpu", "host", "pinned", "nvme")  # pinned is a part of host
-
 
 @dataclass(frozen=True)
 class Curve:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lazytrain.schedule.plan import TIERS
 from lazytrain.schedule.program import Kind, Resource, StepProgram
 from lazytrain.simulator.graph import Graph
-from lazytrain.simulator.memory import TIERS, Curve, MemoryRecord, Peak, cut
+from lazytrain.simulator.memory import Curve, MemoryRecord, Peak, cut
 
 Interval = tuple[int, float, float]  # operation id, start, end (s)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lazytrain.schedule.plan import write_text_atomic
+from lazytrain.files import write_text_atomic
 from lazytrain.schedule.program import Resource, StepProgram
 from lazytrain.simulator.memory import Curve
 from lazytrain.simulator.result import Simulation

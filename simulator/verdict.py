@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lazytrain.errors import InputError
-from lazytrain.schedule.plan import Verdict, Violation
+from lazytrain.schedule.plan import TIERS, Verdict, Violation
 from lazytrain.schedule.program import StepProgram
-from lazytrain.simulator.memory import TIERS, Peak
+from lazytrain.simulator.memory import Peak
 from lazytrain.simulator.result import Simulation
 from lazytrain.units import format_bytes
 
-LIMITS = {"gpu": "GPU memory", "host": "host memory", "pinned": "pinned host memory", "nvme": "NVMe space"}
 ROUNDING = 1e-9  # relative: sums of bytes are floats
 
 
@@ -45,10 +44,10 @@ def judge(
 def violation(tier: str, peak: Peak, available: float) -> Violation:
     """``pinned host memory: needs 41 GiB, has 32 GiB (weights 30 GiB, staging 11 GiB)``."""
     needs, has = format_bytes(peak.bytes), format_bytes(available)
-    message = f"{LIMITS[tier]}: needs {needs}, has {has}"
+    message = f"{TIERS[tier]}: needs {needs}, has {has}"
     if needs == has:
         message += f", {format_bytes(peak.bytes - available)} too little"
     largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in peak.largest())
     return Violation(
-        limit=LIMITS[tier], needed_bytes=peak.bytes, available_bytes=available, message=f"{message} ({largest})"
+        limit=TIERS[tier], needed_bytes=peak.bytes, available_bytes=available, message=f"{message} ({largest})"
     )

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +10,7 @@ import pytest
 
 from lazytrain.hwprofiles import save_machine
 from tests import builders
-
-PLAN = ["--model", "tiny-qwen3", "--hardware", "rtx-3090-desktop", "--batch-size", "4", "--seq-len", "64"]
-
-
-def lazytrain(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lazytrain", *args], capture_output=True, text=True, cwd=cwd, timeout=300
-    )
-
-
-def as_json(*args: str, code: int = 0) -> dict[str, Any]:
-    """The one object that a command prints; nothing else may be on stdout."""
-    found = lazytrain(*args, "--json")
-    assert found.returncode == code, found.stderr
-    data = json.loads(found.stdout)
-    assert isinstance(data, dict)
-    return data
-
-
-def refused(*args: str, code: int = 2) -> str:
-    """The one line that a command prints when it cannot do what is asked."""
-    found = lazytrain(*args)
-    assert found.returncode == code, (found.stdout, found.stderr)
-    assert "Traceback" not in found.stderr
-    lines = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, found.stderr
-    return lines[0]
-
-
-@pytest.fixture(scope="module")
-def cpu_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of a slow CPU device, so that any machine is at least as fast as the plan assumes."""
-    from lazytrain.hwprofiles.calibrate import calibrate
-
-    folder = tmp_path_factory.mktemp("machine")
-    path = folder / "here.yaml"
-    save_machine(calibrate(folder, quick=True), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def cpu_plan(cpu_machine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    as_json("plan", "-m", "tiny-qwen3", "-H", str(cpu_machine), "-b", "4", "-s", "32", "-M", "2", "-o", str(path))
-    return path
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("All work and no play makes a dull boy. " * 200)
-    return path
+from tests.cli_support import PLAN, as_json, lazytrain, refused
 
 
 def test_models_and_hardware() -> None:
@@ -252,31 +196,8 @@ def test_run_names_bad_data(cpu_plan: Path, cpu_machine: Path, tmp_path: Path) -
     assert "empty" in refused("run", str(cpu_plan), "--data", str(tmp_path / "empty.txt"), *args)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
     assert "bad.jsonl:2" in refused("run", str(cpu_plan), "--data", str(tmp_path / "bad.jsonl"), *args)
-    assert "no such file" in refused("run", str(cpu_plan), "--data", str(tmp_path / "absent"), *args)
+    assert "No such file" in refused("run", str(cpu_plan), "--data", str(tmp_path / "absent"), *args)
     assert not (tmp_path / "run").exists()
-
-
-def test_interrupt_stops_cleanly(cpu_plan: Path, cpu_machine: Path, text: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lazytrain", "run", str(cpu_plan), "--data", str(text), "--steps", "100000", "-o",
-         str(folder), "--machine", str(cpu_machine), "--force"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    metrics = folder / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
-    summary = json.loads((folder / "run.json").read_text())
-    assert summary["status"] == "interrupted"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert len(rows) == summary["steps"] >= 2
-    assert "interrupted" in refused("report", str(folder), code=1)
 
 
 def test_demo_goes_all_the_way_round(tmp_path: Path) -> None:

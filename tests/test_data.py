@@ -92,6 +92,8 @@ def test_batches_repeat_by_seed_and_cover_every_epoch(tmp_path: Path) -> None:
         ('{"body": "a"}\n', 1, "needs 'text'"),
         ('{"text": "a"}\n{"text": 3}\n', 2, "not a string"),
         ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n', 2, "'response' is missing"),
+        ('{"text": "a"}\n{"text": "a \\ud800"}\n', 2, "lone surrogate .ud800 at character 2"),
+        ('{"text": "a"}\n' + "[" * 100_000 + "\n", 2, "nested too deep"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, content: str, line: int, message: str) -> None:
@@ -115,6 +117,18 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2]")
     with pytest.raises(FileFormatError, match="list of JSON objects"):
         _load(tmp_path / "list.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(FileFormatError, match="nested too deep"):
+        _load(tmp_path / "deep.json")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("abcdef")
+    marked.write_text("abcdef", encoding="utf-8-sig")
+    assert torch.equal(_load(plain).tokens, _load(marked).tokens)
+    (tmp_path / "marked.jsonl").write_text('{"text": "abcdef"}\n', encoding="utf-8-sig")
+    assert torch.equal(_load(plain).tokens, _load(tmp_path / "marked.jsonl").tokens)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lazytrain.errors import ProfileError
+from lazytrain.errors import InputError, ProfileError
 from lazytrain.hwprofiles import (
     Machine,
     Quantity,
@@ -256,6 +256,8 @@ GOOD = {"value": "25 GB/s", "kind": "assumed", "source": "a test", "date": TODAY
         ("host.pin_limit", {**GOOD, "value": "200 GiB"}, "above memory"),
         ("host.adamw.fp32.value", "1 GB/s", "expected param rate"),
         ("host.numa_nodes", 0, "greater than 0"),
+        ("host.adamw", {}, "adamw.fp32 is missing"),
+        ("link.name", "", "at least 1 character"),
         ("nvme.sustained_write.value", "6.5 GB/s", "above write"),
         ("nvme.read.value", "22 GB/s", "page cache"),
         ("nvme.drives", "two", "integer"),
@@ -278,6 +280,7 @@ def test_a_bad_field_is_named(data: dict[str, Any], tmp_path: Path, field: str, 
         "come together",
         "names no dtype",
         "leaves nothing",
+        "adamw.fp32 is missing",
         "above memory",
         "above write",
         "page cache",
@@ -441,7 +444,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(InputError, match="cannot be written: no"):
         save_machine(load_machine("h200-sxm"), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]

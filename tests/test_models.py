@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lazytrain.errors import ModelError
+from lazytrain.errors import FileFormatError, ModelError
 from lazytrain.models import list_models, load_config, load_model
 from lazytrain.models.architecture import Architecture, checkpoint_names
 from lazytrain.models.configs import config_digest
@@ -148,6 +148,13 @@ def write(tmp_path: Path, **changes: Any) -> Path:
         ({"hidden_size": 66}, "hidden_size 66 is not a multiple of 4 heads"),
         ({"use_sliding_window": True}, "sliding_attention layers are not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"layer_types": 5}, "'layer_types' is not a list"),
+        ({"layer_types": [["full_attention"]] * 4}, "'layer_types' is not a list"),
+        ({"num_key_value_heads": -2}, "'num_key_value_heads' is -2"),
+        ({"num_key_value_heads": "2"}, "'num_key_value_heads' is '2'"),
+        ({"head_dim": 0}, "'head_dim' is 0"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' is 'yarn'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
     ],
 )
@@ -159,10 +166,22 @@ def test_bad_configurations(tmp_path: Path, changes: dict[str, Any], message: st
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize("changes", [{"hidden_act": "no-such"}, {"rope_parameters": {"rope_type": "no-such"}}])
+def test_what_no_layer_can_be_built_from_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("LAZYTRAIN_CACHE", str(tmp_path / "cache"))
+    file = write(tmp_path, **changes)
+    with pytest.raises(ModelError, match="no-such") as caught:
+        load_model(file)
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
 def test_malformed_json_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{\n "hidden_size": 64,\n oops\n}')
-    with pytest.raises(ModelError, match=r"config\.json:3: not valid JSON"):
+    with pytest.raises(FileFormatError, match=r"config\.json:3: not a model configuration"):
         load_config(tmp_path)
     file.write_text("[1]")
     with pytest.raises(ModelError, match="a JSON object"):

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lazytrain.errors import InputError
-from lazytrain.units import format_bytes, format_seconds
+from lazytrain.files import json_ready
+from lazytrain.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from lazytrain.loop import Outcome, Progress
@@ -49,17 +50,12 @@ WhatIfOption = Annotated[
 
 def print_json(data: dict[str, Any]) -> None:
     """One object on stdout; not-a-number and infinity become null, which is what JSON has."""
-    print(json.dumps(_finite(data), indent=1, default=str))
+    print(json.dumps(json_ready(data), indent=1, default=str))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
+def note(text: str, style: str | None = None) -> None:
+    """A line on stderr, not broken at the terminal's width: paths in it can be copied."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -78,7 +74,8 @@ def make_table(*columns: str, left: tuple[str, ...] = (), title: str | None = No
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, title=title, title_justify="left"
     )
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=column not in left)
+        words = column in left
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     return table
 
 
@@ -102,10 +99,10 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "model_tflops": outcome.model_tflops,
         "peak_bytes": verdict.peak_bytes,
         "capacity_bytes": verdict.capacity_bytes,
-        "solver": None if certificate is None else {
-            "status": certificate.status, "objective": certificate.objective, "bound": certificate.bound,
-            "gap": certificate.gap, "seconds": certificate.seconds, "note": certificate.note,
-        },
+        "solver": {
+            "status": "infeasible" if not verdict.feasible else "not solved for this machine",
+            **dict.fromkeys(("objective", "bound", "gap", "seconds")), "note": "",
+        } if certificate is None else certificate.model_dump(),
         "model": plan.model,
         "hardware": plan.hardware,
         "policy": plan.policy,
@@ -141,6 +138,8 @@ def show_outcome(outcome: Outcome) -> None:
         f"{format_seconds(verdict.step_seconds)}  ({outcome.tokens_per_second:,.0f} tokens/s, "
         f"{outcome.model_tflops:.4g} model TFLOPS; first step {format_seconds(verdict.first_step_seconds)})",
     )
+    if plan.certificate is None and verdict.feasible:
+        table.add_row("proof", "none: not solved for this machine")
     if plan.certificate is not None:
         c = plan.certificate
         table.add_row(
@@ -180,11 +179,12 @@ def summarise(outcome: Outcome) -> str:
     parts = [f"{n / total:.0%} {words[name]}" for name, n in sorted(counts.items(), key=lambda item: -item[1])]
     resident = sum(layer.resident for layer in plan.layers)
     return (
-        f"M={plan.micro_batches} micro-batches of {plan.micro_batch_size}; {', '.join(parts)}; "
-        f"{resident} of {len(plan.layers)} layers resident, {plan.weight_buffers} weight slots"
+        f"{plural(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size}; {', '.join(parts)}; "
+        f"{resident} of {len(plan.layers)} layers resident, {plural(plan.weight_buffers, 'weight slot')}"
     )
 
 
-def resolve_path(name: str) -> str:
-    """A path as an absolute one, a catalogue name as it is: what a plan records."""
-    return str(Path(name).resolve()) if ("/" in name or Path(name).suffix) and Path(name).exists() else name
+def resolve_path(name: str, known: list[str]) -> str:
+    """A path as an absolute one, one of the ``known`` names as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name.lower() not in known and path.exists() else name

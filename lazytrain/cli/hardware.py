@@ -9,6 +9,7 @@ import typer
 
 from lazytrain.cli.common import JsonOption, make_table, out, print_json, progress
 from lazytrain.errors import InputError
+from lazytrain.files import check_destination
 from lazytrain.units import format_bytes, format_params, format_rate
 
 
@@ -22,7 +23,7 @@ def models(
     name: Annotated[str | None, typer.Argument(help="Show one model (catalogue name or path) layer by layer.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models of the catalogue, or show what one holds, computes and saves."""
+    """List the models of the catalogue, or show one layer by layer."""
     from lazytrain.models import list_models, load_model
 
     specs = [load_model(name)] if name else [load_model(n) for n in list_models()]
@@ -70,7 +71,7 @@ def hardware(
     name: Annotated[str | None, typer.Argument(help="Show one machine (name or file), number by number.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the machine profiles, or show one with the source of every number."""
+    """List the machine profiles, or show one with all its sources."""
     from lazytrain.hwprofiles import dump_machine, list_machines, load_machine
 
     machines = [load_machine(name)] if name else [load_machine(n) for n in list_machines()]
@@ -82,16 +83,17 @@ def hardware(
     if name:
         out.print(dump_machine(machines[0]), markup=False, highlight=False, soft_wrap=True)
         return
-    table = make_table("machine", "GPU", "bf16 peak", "h2d", "RAM", "CPU AdamW", "NVMe", left=("machine",))
+    table = make_table("machine", "GPU", "bf16", "h2d", "RAM", "AdamW", "NVMe", left=("machine",))
     for m in machines:
         peak = m.gpu.peak_flops.get("bf16")
         table.add_row(
-            m.name, format_bytes(float(m.gpu.memory)), f"{float(peak) / 1e12:.4g} TF" if peak else "",
-            format_rate(float(m.link.h2d)), format_bytes(float(m.host.memory)),
-            f"{float(m.host.adamw['fp32']) / 1e9:.3g} G/s",
+            m.name, format_bytes(float(m.gpu.memory), 3), f"{float(peak) / 1e12:.0f}" if peak else "",
+            format_rate(float(m.link.h2d)), format_bytes(float(m.host.memory), 3),
+            f"{float(m.host.adamw['fp32']) / 1e9:.3g}",
             format_rate(float(m.nvme.sustained_write)) if m.nvme else "",
         )  # fmt: skip
     out.print(table)
+    out.print("bf16: peak TFLOPS; AdamW: 1e9 parameters a second on the CPU; NVMe: sustained writes", style="dim")
 
 
 def calibrate(
@@ -100,15 +102,14 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, less writing: under a minute.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine: compute, link, host memory, optimizer and drive."""
+    """Measure this machine: compute, link, memory, optimizer, drive."""
     from lazytrain.executor.peak import steady_allocator
     from lazytrain.hwprofiles import save_machine
     from lazytrain.hwprofiles.calibrate import calibrate as measure
 
     if not directory.is_dir():
         raise InputError(f"--directory {directory}: not a folder")
-    if output.is_dir():
-        raise InputError(f"--output {output}: is a folder; give a file name")
+    check_destination(output)
     steady_allocator()  # the executor's allocator settings, so that rates are those of a run
     with progress(as_json) as tell:
         machine = measure(directory, quick=quick, progress=lambda text, done: tell(f"{done:4.0%} {text}"))

@@ -20,8 +20,8 @@ from lazytrain.cli.common import (
     SeqOption,
     TimeLimitOption,
     WhatIfOption,
-    console,
     make_table,
+    note,
     out,
     outcome_json,
     positive,
@@ -31,6 +31,7 @@ from lazytrain.cli.common import (
     show_outcome,
 )
 from lazytrain.errors import InputError, RefusedError
+from lazytrain.files import check_destination
 from lazytrain.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -85,26 +86,49 @@ def plan(
     what_if: WhatIfOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Solve for the fastest step that fits, and check it in simulation."""
+    """Solve for the fastest step that fits, and simulate it."""
+    from lazytrain.schedule.plan import write_plan
+
     _check_search(time_limit, gap)
+    _check_files(output, trace)
     with progress(as_json) as tell:
         planner = _planner(model, hardware, batch_size, seq_len, accumulation, micro_batches, what_if, tell)
         outcome = planner.plan(time_limit_s=time_limit, gap=gap)
-    found = outcome.plan.model_copy(update={"model": resolve_path(model), "hardware": resolve_path(hardware)})
+    written = []
+    if output is not None and outcome.feasible:
+        write_plan(outcome.plan.model_copy(update=_origin(model, hardware)), output)
+        written.append(f"wrote {output}")
+    elif output is not None and output.exists():
+        written.append(f"{output} is left as it was: it is another plan")
+    if trace is not None:
+        written.append(_write_trace(outcome, trace))
+    _show(outcome, written, as_json)
+
+
+def _check_files(*files: Path | None) -> None:
+    for file in files:
+        if file is not None:
+            check_destination(file)
+
+
+def _origin(model: str, hardware: str) -> dict[str, str]:
+    """What a plan records of where it comes from: catalogue names, or absolute paths."""
+    from lazytrain.hwprofiles import list_machines
+    from lazytrain.models import list_models
+
+    return {"model": resolve_path(model, list_models()), "hardware": resolve_path(hardware, list_machines())}
+
+
+def _show(outcome: Outcome, written: list[str], as_json: bool) -> None:
+    """The last thing a command does: everything else that could fail has been done."""
     if as_json:
         print_json(outcome_json(outcome))
     else:
         show_outcome(outcome)
+        for line in written:
+            note(line)
     if not outcome.feasible:
         raise typer.Exit(1)
-    if output is not None:
-        from lazytrain.schedule.plan import write_plan
-
-        write_plan(found, output)
-        if not as_json:
-            console.print(f"wrote {output}", markup=False, highlight=False)
-    if trace is not None:
-        _write_trace(outcome, trace)
 
 
 def simulate(
@@ -117,15 +141,9 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Check a plan again, on its own or on other hardware."""
+    _check_files(trace)
     outcome = check(read_plan_or_folder(plan_file), hardware, model)
-    if as_json:
-        print_json(outcome_json(outcome))
-    else:
-        show_outcome(outcome)
-    if trace is not None:
-        _write_trace(outcome, trace)
-    if not outcome.feasible:
-        raise typer.Exit(1)
+    _show(outcome, [] if trace is None else [_write_trace(outcome, trace)], as_json)
 
 
 def policies(
@@ -140,7 +158,7 @@ def policies(
     what_if: WhatIfOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put our plan and published policies side by side on the same simulator."""
+    """Lay our plan beside published policies, on the same simulator."""
     _check_search(time_limit, gap)
     with progress(as_json) as tell:
         planner = _planner(model, hardware, batch_size, seq_len, accumulation, micro_batches, what_if, tell)
@@ -197,6 +215,7 @@ def export(
     """Write what the executor runs: plan, step program and verdict."""
     from lazytrain.executor.capabilities import unsupported
 
+    _check_export(output)
     chosen = read_plan_or_folder(plan_file)
     if chosen.verdict is None or not chosen.verdict.feasible:
         raise RefusedError(f"{plan_file}: the plan has no passed verdict; plan it again or see `lazytrain simulate`")
@@ -212,31 +231,44 @@ def export(
             {"output": str(output), "files": ["plan.json", "program.json", "verdict.json"], **outcome_json(outcome)}
         )
     else:
-        out.print(f"wrote {output}: run it with `lazytrain run {output} --data FILE`", markup=False, highlight=False)
+        hint = f"run it with `lazytrain run {output} --data FILE --steps N --output NEW_FOLDER`"
+        out.print(f"wrote {output}: {hint}", markup=False, highlight=False)
 
 
 EXPORTED = {"plan.json", "program.json", "verdict.json"}
 
 
 def write_export(plan: Plan, outcome: Outcome, folder: Path) -> None:
-    """The folder appears complete or not at all; an existing one that is not an export is not touched."""
+    """The folder appears complete or not at all, in place of an older export if there is one."""
+    place = folder.absolute()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
+        old = fresh.with_name(f"{fresh.name}.old")
+        try:
+            (fresh / "plan.json").write_text(plan.model_dump_json(indent=1) + "\n")
+            (fresh / "program.json").write_text(outcome.program.model_dump_json() + "\n")
+            (fresh / "verdict.json").write_text(outcome.verdict.model_dump_json(indent=1) + "\n")
+            fresh.chmod(0o755)
+            if place.is_dir():
+                place.rename(old)
+            fresh.rename(place)
+        except BaseException:
+            if old.is_dir() and not place.exists():
+                old.rename(place)
+            raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(fresh, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+
+
+def _check_export(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: exists and is not a folder")
     if folder.is_dir() and not {entry.name for entry in folder.iterdir()} <= EXPORTED:
         raise InputError(f"{folder}: is a folder with other things in it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        (fresh / "plan.json").write_text(plan.model_dump_json(indent=1) + "\n")
-        (fresh / "program.json").write_text(outcome.program.model_dump_json() + "\n")
-        (fresh / "verdict.json").write_text(outcome.verdict.model_dump_json(indent=1) + "\n")
-        fresh.chmod(0o755)
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        fresh.rename(folder)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
 
 
 def read_plan_or_folder(path: Path) -> Plan:
@@ -248,10 +280,15 @@ def read_plan_or_folder(path: Path) -> Plan:
 
 def check(chosen: Plan, hardware: str | None, model: str | None) -> Outcome:
     """Simulates a plan again. InputError when its model or machine profile is not what it was planned for."""
+    from lazytrain.hwprofiles import list_machines
     from lazytrain.loop import evaluate
 
     spec = load_planned_model(chosen, model)
-    return evaluate(chosen, spec, load_planned_machine(chosen, hardware))
+    machine = load_planned_machine(chosen, hardware)
+    if machine.digest() != chosen.hardware_digest:  # then what was proven does not hold
+        other = {"hardware": resolve_path(hardware or chosen.hardware, list_machines()), "certificate": None}
+        chosen = chosen.model_copy(update={**other, "hardware_digest": machine.digest()})
+    return evaluate(chosen, spec, machine)
 
 
 def load_planned_model(chosen: Plan, model: str | None) -> ModelSpec:
@@ -278,8 +315,8 @@ def load_planned_machine(chosen: Plan, hardware: str | None) -> Machine:
     return machine
 
 
-def _write_trace(outcome: Outcome, path: Path) -> None:
+def _write_trace(outcome: Outcome, path: Path) -> str:
     from lazytrain.simulator import simulated_trace, write_trace
 
     write_trace(path, simulated_trace(outcome.program, outcome.simulation))
-    console.print(f"wrote {path}: open it at ui.perfetto.dev", markup=False, highlight=False)
+    return f"wrote {path}: open it at ui.perfetto.dev"

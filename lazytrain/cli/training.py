@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from lazytrain.cli.common import (
     JsonOption,
     console,
     make_table,
+    note,
     out,
     outcome_json,
     positive,
@@ -20,16 +22,23 @@ from lazytrain.cli.common import (
     progress,
     show_outcome,
 )
-from lazytrain.cli.planning import load_planned_model, policies_json, read_plan_or_folder, show_policies
+from lazytrain.cli.planning import (
+    load_planned_machine,
+    load_planned_model,
+    policies_json,
+    read_plan_or_folder,
+    show_policies,
+)
 from lazytrain.errors import InputError, RefusedError
-from lazytrain.units import format_bytes, format_rate, format_seconds
+from lazytrain.files import check_destination
+from lazytrain.units import format_bytes, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lazytrain.executor.run import StepReport
     from lazytrain.hwprofiles import Machine
-    from lazytrain.runs import Report
+    from lazytrain.runs import Report, RunSummary
 
 
 def register(app: typer.Typer) -> None:
@@ -44,12 +53,12 @@ def run(
     steps: Annotated[int, typer.Option("--steps", "-n", help="Optimizer steps.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder for the run's record and weights.")],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Folder with config.json and safetensors to start from.")
+        str | None,
+        typer.Option("--model", "-m", help="Folder with config.json and safetensors, if not where the plan says."),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Tokenizer folder; bytes if not given.")] = None,
     machine_file: Annotated[
-        Path | None,
-        typer.Option("--machine", help="This machine's profile from `calibrate`; measured now if not given."),
+        Path | None, typer.Option("--machine", help="This machine's file from `calibrate`; measured now if not given.")
     ] = None,
     lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 1e-4,
     weight_decay: Annotated[float, typer.Option("--weight-decay", help="AdamW decay of matrices.")] = 0.01,
@@ -59,50 +68,63 @@ def run(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train by a plan whose verdict passed and covers this machine."""
-    from lazytrain.executor.capabilities import unsupported
-    from lazytrain.models import load_config
-    from lazytrain.runs import RunSettings, check_covers, execute
-    from lazytrain.schedule.program import read_program
-
+    """Train by a plan that passed and that covers this machine."""
     positive("--steps", steps)
     positive("--lr", lr)
+    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+        raise InputError(f"--weight-decay must be at least 0 (got {weight_decay})")
+
+    from lazytrain.executor.capabilities import unsupported
+    from lazytrain.executor.data import load_data, load_tokenizer
+    from lazytrain.models import load_config
+    from lazytrain.models.architecture import Architecture
+    from lazytrain.runs import RunSettings, check_covers, execute, exported_program, planned_program
+
+    settings = RunSettings(steps=steps, lr=lr, weight_decay=weight_decay, seed=seed)
     chosen = read_plan_or_folder(plan_file)
     spec = load_planned_model(chosen, model)
     if lacking := unsupported(chosen):
         raise RefusedError(f"{plan_file}: the executor cannot run it: {'; '.join(lacking)}")
-    if not data.exists():
-        raise InputError(f"--data {data}: no such file")
+    check_destination(output, folder=True, needed_bytes=4.0 * spec.parameter_count)  # the weights at its end, fp32
+    architecture = Architecture(load_config(model or chosen.model))
+    words = load_tokenizer(tokenizer, architecture.vocab_size)
+    tokens = load_data(data, words, chosen.job.seq_len, architecture.vocab_size)
+    origin, weights = _weights(model, chosen.model)
     machine = _this_machine(machine_file, as_json)
+    if plan_file.is_dir():
+        program = exported_program(plan_file / "program.json", chosen, spec, machine)
+    else:
+        program = planned_program(chosen, spec, load_planned_machine(chosen, None))
     problems = check_covers(chosen, spec, machine)
     if problems and not force:
         raise RefusedError(f"{plan_file} may not run here: {'; '.join(problems)} (--force runs it all the same)")
     if problems:
-        console.print(f"forced: {'; '.join(problems)}", style="yellow", markup=False, highlight=False)
-    if plan_file.is_dir():
-        program = read_program(plan_file / "program.json")
-    else:
-        from lazytrain.costs.table import CostTable
-        from lazytrain.schedule.build import build_program
-
-        program = build_program(chosen, CostTable(spec, machine, chosen.job, chosen.micro_batches))
-    settings = RunSettings(steps=steps, lr=lr, weight_decay=weight_decay, seed=seed)
+        note(f"forced: {'; '.join(problems)}", "yellow")
+    if not as_json:
+        note(f"weights: {origin or f'fresh, from seed {seed}'}")
     with StepsBar(steps, as_json) as on_step:
         summary = execute(
-            chosen, program, load_config(model or chosen.model), machine, data, output, settings, tokenizer=tokenizer,
-            weights=_weights(model), forced=problems, on_step=on_step,
+            chosen, program, architecture, tokens, machine, output, settings, weights=weights, weights_from=origin,
+            forced=problems, on_step=on_step,
         )  # fmt: skip
     if as_json:
-        print_json(summary)
+        print_json(summary.model_dump(mode="json"))
     else:
-        out.print(
-            f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}, "
-            f"{format_seconds(summary['step_seconds'])} a step; `lazytrain report {output}` compares with the plan",
-            markup=False, highlight=False,
-        )  # fmt: skip
+        show_summary(summary, f"`lazytrain report {output}` compares with the plan")
+
+
+def show_summary(summary: RunSummary, next_step: str) -> None:
+    losses = [f"{x:.4f}" if x is not None else "not finite" for x in (summary.first_loss, summary.last_loss)]
+    seconds = format_seconds(summary.step_seconds or 0.0)
+    line = f"{plural(summary.steps, 'step')}, loss {losses[0]} -> {losses[1]}, {seconds} a step; {next_step}"
+    out.print(line, markup=False, highlight=False)
+    if summary.skipped:
+        text = f"{summary.skipped} of {plural(summary.steps, 'step')} skipped: the gradient was not finite"
+        note(text, "yellow")
 
 
 def _this_machine(path: Path | None, quiet: bool) -> Machine:
+    """Its profile, or what it is measured to be now (without a drive: no plan that runs uses one yet)."""
     from lazytrain.executor.peak import steady_allocator
     from lazytrain.hwprofiles import load_machine
     from lazytrain.hwprofiles.calibrate import calibrate
@@ -110,29 +132,35 @@ def _this_machine(path: Path | None, quiet: bool) -> Machine:
     steady_allocator()  # as the run will have it
     if path is not None:
         return load_machine(path)
-    with progress(quiet) as tell, tempfile.TemporaryDirectory() as folder:
-        return calibrate(Path(folder), quick=True, progress=lambda text, _: tell(f"measuring this machine: {text}"))
+    with progress(quiet) as tell:
+        return calibrate(None, quick=True, progress=lambda text, _: tell(f"measuring this machine: {text}"))
 
 
-def _weights(model: str | None) -> dict[str, Any] | None:
-    """Weights of a model folder; None where there are none and the run starts from its seed."""
-    if model is None or not Path(model).is_dir():
-        return None
-    files = sorted(Path(model).glob("*.safetensors"))
-    if not files:
-        return None
+def _weights(given: str | None, planned: str) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+    """Where the weights of the model's folder lie, and the weights; None where the run starts from its seed.
+
+    InputError for a folder that was given to start from and holds none.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from lazytrain.errors import FileFormatError
+    from lazytrain.models import local_folder
 
+    folder = local_folder(given or planned)
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    if folder is None or not files:
+        if folder is not None and given is not None:
+            hint = f"give {folder / 'config.json'} to start from the seed"
+            raise InputError(f"--model {given}: no *.safetensors in it to start from; {hint}")
+        return None, None
     state: dict[str, Any] = {}
     for file in files:
         try:
             state.update(load_file(file))
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise FileFormatError(file, f"not a safetensors file, or truncated: {error}") from error
-    return state
+    return str(folder.resolve()), state
 
 
 class StepsBar:
@@ -156,7 +184,7 @@ class StepsBar:
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A folder from `run`.")], as_json: JsonOption = False
 ) -> None:
-    """Lay measured beside simulated, per kind of operation and in total."""
+    """Lay measured beside simulated, per kind of operation."""
     from lazytrain.runs import read_report
 
     found = read_report(folder)
@@ -180,7 +208,7 @@ def report_json(found: Report) -> dict[str, Any]:
             for k in found.kinds
         ],
         "moved_bytes": {"planned": found.planned_moved_bytes, "measured": found.measured_moved_bytes},
-        "run": dict(found.run),
+        "run": found.run.model_dump(mode="json"),
     }  # fmt: skip
 
 
@@ -207,14 +235,19 @@ def show_report(found: Report) -> None:
         f"{found.peak_error:+.1%}", style="bold",
     )  # fmt: skip
     out.print(table)
-    where = "device and host share this machine's RAM" if found.run["device"] == "cpu" else "host memory"
+    where = "device and host share this machine's RAM" if found.run.device == "cpu" else "host memory"
     out.print(
-        f"measured: median of {found.run['steps']} steps without the first; peak = the process's VmHWM less its "
-        f"resident memory before the run ({where})", style="dim", markup=False, highlight=False,
+        f"measured: {_sample(found.run.steps)}; peak = the process's VmHWM less its resident memory before the run "
+        f"({where})", style="dim", markup=False, highlight=False,
     )  # fmt: skip
     for resource, planned in found.planned_moved_bytes.items():
         moved = found.measured_moved_bytes[resource]
         out.print(f"{resource}: planned {format_bytes(planned)} a step, moved {format_bytes(moved)}", highlight=False)
+
+
+def _sample(steps: int) -> str:
+    """What the measured step time is the median of."""
+    return f"median of {plural(steps - 1, 'step')}, the first left out" if steps > 2 else f"step {steps} alone"
 
 
 def demo(
@@ -224,16 +257,20 @@ def demo(
     steps: Annotated[int, typer.Option("--steps", "-n", help="Training steps.")] = 15,
     as_json: JsonOption = False,
 ) -> None:
-    """Go all the way round once: calibrate, plan, compare, simulate, train, and lay prediction beside measurement."""
+    """Calibrate, plan, compare, simulate, train, and report: all once."""
     positive("--steps", steps)
+    if output is not None:
+        check_destination(output, folder=True)
     with tempfile.TemporaryDirectory() as temporary:
         _demo(output or Path(temporary) / "run", steps, as_json)
 
 
 def _demo(folder: Path, steps: int, quiet: bool) -> None:
     from lazytrain import demo as parts
+    from lazytrain.executor.data import ByteTokenizer, load_data
     from lazytrain.executor.peak import steady_allocator
     from lazytrain.models import load_model
+    from lazytrain.models.architecture import Architecture
     from lazytrain.runs import RunSettings, check_covers, execute, read_report
 
     def heading(text: str) -> None:
@@ -261,17 +298,20 @@ def _demo(folder: Path, steps: int, quiet: bool) -> None:
     heading(f"4. Train {steps} real steps by that plan (`lazytrain run`)")
     problems = check_covers(ours.plan, model, machine)
     if problems:
-        console.print(f"note: {'; '.join(problems)}", style="yellow", markup=False, highlight=False)
+        note(f"note: {'; '.join(problems)}", "yellow")
+    architecture = Architecture(parts.config())
+    words = ByteTokenizer(architecture.vocab_size)
+    tokens = load_data(parts.TEXT, words, parts.SEQ, architecture.vocab_size)
     with StepsBar(steps, quiet) as on_step:
         summary = execute(
-            ours.plan, ours.program, parts.config(), machine, parts.TEXT, folder,
+            ours.plan, ours.program, architecture, tokens, machine, folder,
             RunSettings(steps=steps, lr=parts.LEARNING_RATE), forced=problems, on_step=on_step,
         )  # fmt: skip
     found = read_report(folder)
     if quiet:
         print_json({"plan": outcome_json(ours), "policies": policies_json(outcomes), "report": report_json(found)})
         return
-    out.print(f"loss {summary['first_loss']:.3f} -> {summary['last_loss']:.3f} on {parts.TEXT.name}", highlight=False)
+    show_summary(summary, f"on {parts.TEXT.name}")
     heading("5. Predicted beside measured (`lazytrain report`)")
     show_report(found)
 

@@ -236,8 +236,8 @@ class CostTable:
             "nvme": float(machine.nvme.capacity) if machine.nvme else 0.0,
         }
 
-    def assumed_rates(self) -> dict[str, float]:
-        """The rates (SI) that a plan's step time rests on; a verdict carries them."""
+    def assumed_rates(self, drive: bool) -> dict[str, float]:
+        """The rates (SI) that a plan's step time rests on; a verdict carries them. ``drive``: it uses one."""
         layer = max(self.layers, key=lambda unit: unit.parameters)
         rates = {
             "layer_forward_flops": layer.model_flops / 3 / layer.forward_s,
@@ -246,7 +246,7 @@ class CostTable:
             "d2h": float(self.machine.link.d2h),
             "adamw_params": float(self.machine.host.adamw["fp32"]),
         }
-        if self.machine.nvme is not None:
+        if drive and self.machine.nvme is not None:
             rates["nvme_read"] = float(self.machine.nvme.read)
             rates["nvme_write"] = float(self.machine.nvme.sustained_write)
         return rates

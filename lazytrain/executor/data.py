@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.errors import FileFormatError, InputError
+from lazytrain.files import read_json
 
 IGNORE = -100  # label of a position without loss, as in PyTorch's cross entropy
 _PAIRS = (("prompt", "response"), ("query", "response"))
@@ -67,7 +68,8 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # transformers raises many kinds here
-            raise InputError(f"tokenizer {path}: cannot be loaded: {str(error).splitlines()[0]}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"tokenizer {path}: cannot be loaded: {reason}") from error
         self.name = str(path)
         self.eos_id, self.bos_id = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         pad = self._tokenizer.pad_token_id
@@ -144,7 +146,7 @@ def load_data(path: Path | str, tokenizer: Tokenizer, seq_len: int, vocab_size: 
     """
     path = Path(path)
     try:
-        raw = path.read_text(encoding="utf-8")
+        raw = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -154,7 +156,7 @@ def load_data(path: Path | str, tokenizer: Tokenizer, seq_len: int, vocab_size: 
     if path.suffix.lower() not in (".jsonl", ".json"):
         data = _windows(path, [raw], tokenizer, seq_len)
     else:
-        records = _array(path, raw) if raw.lstrip()[0] == "[" else _lines(path, raw)
+        records = _array(path) if raw.lstrip()[0] == "[" else _lines(path, raw)
         keys = _keys(path, *records[0])
         texts = [[_text(path, record, line, key) for key in keys] for record, line in records]
         if len(keys) == 1:
@@ -182,17 +184,16 @@ def _lines(path: Path, raw: str) -> list[Record]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise FileFormatError(path, f"not a JSON object: {error.msg} (column {error.colno})", number) from error
+        except RecursionError as error:
+            raise FileFormatError(path, "nested too deep", number) from error
         if not isinstance(record, dict):
             raise FileFormatError(path, "not a JSON object", number)
         records.append((record, number))
     return records
 
 
-def _array(path: Path, raw: str) -> list[Record]:
-    try:
-        items = json.loads(raw)
-    except json.JSONDecodeError as error:
-        raise FileFormatError(path, f"not JSON: {error.msg}", error.lineno) from error
+def _array(path: Path) -> list[Record]:
+    items = read_json(path, "a list of JSON objects")
     if not items or not all(isinstance(item, dict) for item in items):
         raise FileFormatError(path, "not a list of JSON objects, or empty")
     return [(item, None) for item in items]
@@ -209,6 +210,11 @@ def _text(path: Path, record: dict[str, object], line: int | None, key: str) -> 
     value = record.get(key)
     if not isinstance(value, str):
         raise FileFormatError(path, f"'{key}' is {'missing' if value is None else 'not a string'}", line)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a pair, written as an escape: no tokenizer takes it
+        found = f"the lone surrogate \\u{ord(value[error.start]):04x} at character {error.start}"
+        raise FileFormatError(path, f"'{key}' has {found}", line) from error
     return value
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lazytrain.schedule.plan import Plan, Verdict
+from lazytrain.schedule.plan import TIERS, Plan, Verdict
 from lazytrain.units import format_bytes
-
-_TIERS = {"gpu": "GPU memory", "host": "host memory", "pinned": "pinned host memory", "nvme": "NVMe space"}
 
 
 def objections(
@@ -22,14 +20,15 @@ def objections(
     if verdict is None:
         return ["the plan has no verdict: it was never simulated"]
     if not verdict.feasible:
-        return [f"its verdict did not pass: {'; '.join(v.message for v in verdict.violations)}"]
+        reasons = "; ".join(v.message for v in verdict.violations) or "it does not say why"
+        return [f"its verdict did not pass: {reasons}"]
     return [*_capacity(verdict, available, shared_memory), *_rates(verdict, rates)]
 
 
 def _capacity(verdict: Verdict, available: Mapping[str, float], shared_memory: bool) -> list[str]:
     found = []
-    for tier, name in _TIERS.items():
-        needed = verdict.peak_bytes.get(tier, 0.0)
+    for tier, name in TIERS.items():
+        needed = verdict.peak_bytes[tier]
         free = available.get(tier, 0.0)
         if needed > free:
             found.append(f"{name}: the plan needs {format_bytes(needed)}, free here {format_bytes(free)}")

@@ -29,6 +29,8 @@ class HostUnit:
         return self.stream.data_ptr() != self.master.data_ptr()
 
 
+# Other dtypes hold codes or scaled values: as numbers they would be wrong.
+_FULL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HostEmpty = Callable[[int], Tensor]  # bytes -> uint8 tensor that the device can copy from and to
 
 
@@ -107,6 +109,9 @@ def _fill(places: dict[str, Tensor], given: Iterable[tuple[str, Tensor]], what: 
             raise InputError(f"{what}: the model has no {name}, or it came twice")
         if tensor.shape != place.shape:
             raise InputError(f"{what}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(place.shape)}")
+        if tensor.dtype not in _FULL:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{what}: {name} is {dtype}; training needs full weights")
         place.copy_(tensor)
     if left:
         raise InputError(f"{what}: {len(left)} tensors are missing, for example {next(iter(left))}")

@@ -51,6 +51,7 @@ class Architecture:
     def __init__(self, config: Mapping[str, Any] | PretrainedConfig):
         data = config.to_dict() if isinstance(config, PretrainedConfig) else dict(config)
         data = checked(text_config(data), "model configuration")
+        self.source: dict[str, Any] = copy.deepcopy(data)  # as given, to be written beside weights
         module, prefix, config_prefix = _CLASSES[data["model_type"]]
         self._modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
         self._prefix, self._config_prefix = prefix, config_prefix

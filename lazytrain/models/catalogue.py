@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from lazytrain.errors import ModelError
+from lazytrain.errors import InputError, LazyTrainError, ModelError
+from lazytrain.files import write_text_atomic
 from lazytrain.models.configs import config_digest, read_config
 from lazytrain.models.spec import ModelSpec
 
@@ -43,9 +44,21 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         pass  # not there, or damaged: trace again
     from lazytrain.models.trace import trace_model
 
-    spec = trace_model(name, config)
+    try:
+        spec = trace_model(name, config)
+    except LazyTrainError:
+        raise
+    except Exception as error:  # transformers and torch raise many kinds for fields that do not go together
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{file}: no layer can be built from it: {reason}") from error
     _write(entry, spec)
     return spec
+
+
+def local_folder(name_or_path: str | Path) -> Path | None:
+    """The folder of a local model; None for a name of the catalogue, or the path of a file."""
+    file, _ = _locate(name_or_path)
+    return None if file.parent == DATA / "configs" or Path(name_or_path).expanduser().is_file() else file.parent
 
 
 def cache_directory() -> Path:
@@ -83,10 +96,5 @@ def _locate(name_or_path: str | Path) -> tuple[Path, str]:
 
 def _write(entry: Path, spec: ModelSpec) -> None:
     """Atomically; a cache that cannot be written costs a trace next time, nothing else."""
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, suffix=".part", delete=False) as file:
-            file.write(spec.model_dump_json())
-        os.replace(file.name, entry)
-    except OSError:
-        pass
+    with contextlib.suppress(InputError):
+        write_text_atomic(entry, spec.model_dump_json())

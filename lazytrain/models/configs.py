@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lazytrain.errors import ModelError
+from lazytrain.files import read_json
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_5_text")
 _SIZES = (
@@ -18,6 +19,7 @@ _LINEAR_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+_LARGEST = {"num_hidden_layers": 4096}  # beyond it something is wrong, and lists of layers fill the memory
 _LAYER_TYPES = {"full_attention", "linear_attention"}
 # What says nothing about shapes or numbers of the model.
 _NOT_ARCHITECTURE = {
@@ -29,14 +31,9 @@ _NOT_ARCHITECTURE = {
 def read_config(path: Path) -> dict[str, Any]:
     """The text configuration in a ``config.json`` or in a directory that has one, checked."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no config.json there") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: cannot be read: {error}") from None
+    if not file.exists():
+        raise ModelError(f"{path}: no config.json there")
+    data = read_json(file, "a model configuration")
     if not isinstance(data, dict):
         raise ModelError(f"{file}: a model configuration is a JSON object, this is a {type(data).__name__}")
     return checked(text_config(data), str(file))
@@ -64,6 +61,12 @@ def checked(config: dict[str, Any], where: str) -> dict[str, Any]:
         )
     for field in _SIZES + (_LINEAR_SIZES if family == "qwen3_5_text" else ()):
         _positive(config, field, where)
+    for field in ("num_key_value_heads", "head_dim"):
+        if config.get(field) is not None:
+            _positive(config, field, where)
+    for field in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise ModelError(f"{where}: field '{field}' is {config[field]!r}; an object is needed")
     if config.get("quantization_config"):
         raise ModelError(f"{where}: the weights are quantized ('quantization_config'); training needs full weights")
     heads = config["num_attention_heads"]
@@ -78,6 +81,8 @@ def checked(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _check_layers(config: dict[str, Any], where: str) -> None:
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
+        raise ModelError(f"{where}: field 'layer_types' is not a list of names")
     if types is not None and len(types) != layers:
         raise ModelError(f"{where}: layer_types has {len(types)} entries for num_hidden_layers {layers}")
     other = sorted(set(types or ()) - _LAYER_TYPES)
@@ -89,8 +94,9 @@ def _positive(config: dict[str, Any], field: str, where: str) -> None:
     value = config.get(field)
     if value is None:
         raise ModelError(f"{where}: field '{field}' is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{where}: field '{field}' is {value!r}; a positive whole number is needed")
+    largest = _LARGEST.get(field, 2**31)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise ModelError(f"{where}: field '{field}' is {value!r}; a whole number from 1 to {largest} is needed")
 
 
 def config_digest(config: dict[str, Any]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -12,7 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lazytrain.costs.job import TrainingJob
-from lazytrain.errors import FileFormatError, InputError
+from lazytrain.errors import FileFormatError
+from lazytrain.files import read_json, write_text_atomic
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -122,6 +121,10 @@ class Violation(_Frozen):
     message: str
 
 
+# Where a plan puts bytes, and what people call it; pinned is a part of host.
+TIERS = {"gpu": "GPU memory", "host": "host memory", "pinned": "pinned host memory", "nvme": "NVMe space"}
+
+
 class Verdict(_Frozen):
     """What the simulator found, and what it assumed of the machine."""
 
@@ -129,11 +132,28 @@ class Verdict(_Frozen):
     violations: tuple[Violation, ...] = ()
     step_seconds: float
     first_step_seconds: float
-    peak_bytes: dict[str, float] = Field(description="gpu, host, pinned, nvme")
+    peak_bytes: dict[str, float] = Field(description="of gpu, host, pinned and nvme")
     capacity_bytes: dict[str, float]
     assumed_rates: dict[str, float] = Field(description="the machine's rates that the step time rests on, SI")
     rate_margin: float = Field(default=0.25, description="relative shortfall of measured rates that is tolerated")
     fidelity: str = "planner"
+
+    @model_validator(mode="after")
+    def _says_all(self) -> Verdict:
+        for field, found in (("peak_bytes", self.peak_bytes), ("capacity_bytes", self.capacity_bytes)):
+            if set(found) != set(TIERS):
+                raise ValueError(f"{field} has {', '.join(found) or 'nothing'}; it must have {', '.join(TIERS)}")
+        if not self.feasible:
+            return self  # a plan that needs a drive where there is none takes for ever
+        numbers = {
+            "step_seconds": self.step_seconds, "first_step_seconds": self.first_step_seconds,
+            **{f"assumed_rates.{name}": rate for name, rate in self.assumed_rates.items()},
+            **{f"peak_bytes.{tier}": peak + 1 for tier, peak in self.peak_bytes.items()},
+        }  # fmt: skip
+        for field, value in numbers.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{field} of a verdict that passed must be positive and finite")
+        return self
 
 
 class Plan(_Frozen):
@@ -188,45 +208,18 @@ class Plan(_Frozen):
         return self.job.batch_size // self.micro_batches
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Writes a file completely or not at all; InputError when the place cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
 def write_plan(plan: Plan, path: Path) -> None:
     write_text_atomic(path, plan.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(path: Path) -> Plan:
     """Reads a plan; FileFormatError names what is wrong with a truncated, foreign or newer file."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise FileFormatError(path, f"cannot be read: {error.strerror}") from error
-    try:
-        data = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", None)
-        raise FileFormatError(path, f"not a plan, or truncated: {error}", line) from error
+    data = read_json(path, "a plan")
     if not isinstance(data, dict) or "version" not in data:
         raise FileFormatError(path, "not a plan: no 'version' field")
-    if data["version"] != PLAN_VERSION:
+    if type(data["version"]) is not int or data["version"] != PLAN_VERSION:
         raise FileFormatError(
-            path, f"plan version {data['version']} is not supported (this release reads {PLAN_VERSION}); plan again"
+            path, f"plan version {data['version']!r} is not supported (this release reads {PLAN_VERSION}); plan again"
         )
     try:
         return Plan.model_validate(data)
